@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import autotune_loader
-from tests.sizes import FLOORS, PACKAGE, PAGE, named_by_doors, page_with, tree
+from tests.sizes import FLOORS, PACKAGE, PAGE, ROOT, named_by_doors, page_with, tree
 
 MOST_MODULES, MOST_NAMES = 12, 25
 # Where bytes become objects: all of them come from our own processes, through memory, a file
@@ -45,7 +45,7 @@ def test_the_doors_name_few_modules_and_few_names():
     assert len({name for _, name in named}) <= MOST_NAMES, sorted(named)
 
 
-def test_a_file_name_and_a_class_name_stand_for_one_thing():
+def test_a_files_or_classs_name_stands_once():
     paths = list(PACKAGE.rglob("*.py"))
     trees = [parsed(path) for path in paths]
     classes = [each.name for tree in trees for each in ast.walk(tree) if type(each) is ast.ClassDef]
@@ -62,7 +62,7 @@ def test_the_files_that_a_page_names_exist(page):
     assert [each for each in named if not any((root / each).exists() for root in roots)] == []
 
 
-def test_the_tree_of_the_architecture_has_a_line_for_each_file():
+def test_the_architectures_tree_has_each_file():
     assert PAGE.read_text(encoding="utf-8") == page_with(tree()), (
         "run: python -m tests.sizes --tree"
     )
@@ -72,7 +72,7 @@ def test_the_tree_of_the_architecture_has_a_line_for_each_file():
     assert sorted(re.findall(r"^ *([\w/]+\.py)  ", tree(), flags=re.MULTILINE)) == sorted(files)
 
 
-def test_a_private_name_of_torch_stands_in_the_architecture():
+def test_private_names_of_torch_are_listed():
     """Attributes of its iterator that the subclass uses are in tests/autoloader/test_torchs.py."""
     table = PAGE.read_text(encoding="utf-8").partition("## Torch's private names")[2]
     rows = dict(re.findall(r"^\| `(\S+)` \|(.*)$", table, flags=re.MULTILINE))
@@ -103,7 +103,7 @@ def test_public_names_are_those_of_the_reference():
     assert autotune_loader.__version__ == importlib.metadata.version("autotune-loader")
 
 
-def test_nothing_is_unpickled_from_disk_or_run_as_code():
+def test_nothing_from_disk_is_unpickled_or_run():
     """Files are data, never code."""
     found = dict[str, set[str]]()
     for path in PACKAGE.rglob("*.py"):
@@ -118,7 +118,7 @@ def test_nothing_is_unpickled_from_disk_or_run_as_code():
 
 
 @pytest.mark.process
-def test_nothing_heavy_is_imported_by_the_package_or_its_help():
+def test_package_and_help_import_nothing_heavy():
     """What costs start-up time is what the package depends on, and what it draws with."""
     needed = [Requirement(each) for each in importlib.metadata.requires("autotune-loader") or ()]
     heavy = {each.name for each in needed if "extra" not in str(each.marker)} | {"matplotlib"}
@@ -150,8 +150,15 @@ print(AutoLoader.__parameters__, [*AutoLoader(range(4), batch_size=2, num_worker
 
 
 @pytest.mark.process
-def test_a_dataloader_of_two_type_parameters_breaks_no_import(preloaded, tmp_path):
+def test_two_type_parameters_of_dataloader_break_no_import(preloaded, tmp_path):
     paths = [path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("[!_]*.py")]
     modules = [str(path) for path in paths if path.name != "sitecustomize.py"]
     output = preloaded.ran(NEWER, *modules, folder=tmp_path)
     assert output == "NEWER\n(+T_co,) [tensor([0, 1]), tensor([2, 3])]\n"
+
+
+def test_a_tests_name_has_at_most_eight_words():
+    paths = (ROOT / "tests").rglob("*.py")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    names = re.findall(r"^def test_(\w+)", text, re.MULTILINE)
+    assert [name for name in names if name.count("_") >= 8] == []

@@ -50,7 +50,7 @@ def of(workers: int) -> LoaderConfig:
         (0, job(0.1, 0.1, 0.0001, epoch_batches=3), 0.99, {0}, "too_short"),
     ],
 )  # fmt: skip
-def test_settles_on_the_fastest_and_says_what_keeps_it(
+def test_settles_on_the_fastest_and_says_why(
     asked: int, job: dict[str, Any], least: float, wanted: set[int], kept: str | None
 ) -> None:
     training = Training(**job)
@@ -64,7 +64,7 @@ def test_settles_on_the_fastest_and_says_what_keeps_it(
 
 
 @pytest.mark.parametrize(("seed", "asked"), [*itertools.product(range(8), [0, 2])])
-def test_at_no_moment_over_2_percent_and_half_a_second_slower(seed: int, asked: int) -> None:
+def test_never_slower_by_2_percent_and_half_second(seed: int, asked: int) -> None:
     tuned = Training.drawn(seed)
     tuned.tuner(of(asked))
     plain = tuned.fixed(of(asked))
@@ -89,7 +89,7 @@ def test_at_no_moment_over_2_percent_and_half_a_second_slower(seed: int, asked: 
         ({}, job(8.0, 0.1, 1.0), {8, 9, 10, 11}),
     ],
 )  # fmt: skip
-def test_at_most_3_percent_below_the_best_whatever_disturbs(
+def test_within_3_percent_of_best_whatever_disturbs(
     disturbance: dict[str, Any], job: dict[str, Any], workers: set[int]
 ) -> None:
     training = Training(**job, **disturbance)
@@ -101,7 +101,7 @@ def test_at_most_3_percent_below_the_best_whatever_disturbs(
     assert tuner.best.num_workers in workers
 
 
-def test_ranks_that_wait_for_each_other_all_get_workers() -> None:
+def test_ranks_in_lockstep_all_get_workers() -> None:
     ranks = [Training(**WAITS, seed=seed) for seed in range(3)]
     for rank in ranks:
         rank.tuner(NONE)
@@ -110,7 +110,7 @@ def test_ranks_that_wait_for_each_other_all_get_workers() -> None:
     assert together(ranks, 30.0) >= 0.97 * together(fixed, 30.0)
 
 
-def test_who_was_frozen_stays_and_who_was_refused_goes_back() -> None:
+def test_the_frozen_stay_the_refused_go_back() -> None:
     training = Training(**WAITS)
     tuner = training.tuner(of(2))
     training.run(30.0)
@@ -193,7 +193,7 @@ def test_what_a_switch_leaves_behind_is_not_measured() -> None:
     assert meter.open_s == pytest.approx(9.8, abs=0.3)
 
 
-def test_trials_are_paid_by_a_hundredth_of_the_training() -> None:
+def test_trials_cost_a_hundredth_of_the_training() -> None:
     # GIVEN workers whose first fetch takes 2 s longer, which is more than what may be lost at once
     slow = Training(**job(0.02, 0.05, 0.02, open_s=2.0))
     slow.tuner(NONE)
@@ -203,7 +203,7 @@ def test_trials_are_paid_by_a_hundredth_of_the_training() -> None:
     assert slow.started > 0
 
 
-def test_who_has_failed_tries_half_as_many_later_and_later() -> None:
+def test_a_failure_tries_half_as_many_later() -> None:
     training = Training(**WAITS)
     tuner = training.tuner(of(2))
     tried, pauses = list[int](), list[float]()
@@ -283,9 +283,7 @@ def test_slow_batches_are_decided_on_after_a_few() -> None:
     ("every", "long_s", "step_s"),
     [(50, 5.0, 0.005 + 5.0 / 50), (100, 20.0, 0.005), (30, 3.0, 0.005 + 3.0 / 30)],
 )
-def test_long_every_50_steps_is_a_step_every_100_a_pause(
-    every: int, long_s: float, step_s: float
-) -> None:
+def test_every_50_steps_long_is_no_pause(every: int, long_s: float, step_s: float) -> None:
     log, now = Log(), 0.0
     loop = log.begin(now)
     for number in range(1, 2001):

@@ -100,7 +100,7 @@ def test_where_the_number_stays_workers_take_turns(arguments: dict[str, Any]) ->
     assert pids == [pids[number % 4] for number in range(100)]
 
 
-def test_a_sampler_that_draws_is_ahead_as_in_dataloader() -> None:
+def test_a_drawing_sampler_is_ahead_as_dataloaders() -> None:
     order, furthest = Order(120, draws=True), 0
     loader = fixed(Made(late, 120), batch_size=1, sampler=order, num_workers=4)
     for number, _ in enumerate(loader):
@@ -130,7 +130,7 @@ class Stuck(Made):
     ("asked", "workers", "kept"),
     [(None, 3, False), (3, 3, True), (3, 1, False)],
 )
-def test_a_read_that_is_stuck_is_done_by_another_worker(
+def test_a_stuck_read_is_done_by_another(
     asked: int | None, workers: int, kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = FixedLoader(
@@ -194,7 +194,7 @@ def test_who_is_frozen_draws_no_further_ahead() -> None:
     assert order.given < 400
 
 
-def test_a_job_is_waited_for_where_its_copy_is_left() -> None:
+def test_a_job_outlives_its_lost_copy() -> None:
     loader = fixed(Made(quick, 40), num_workers=4)
     iterator = iter(loader)
     for _ in range(8):

@@ -34,7 +34,7 @@ def test_an_existing_loader_is_taken_over(arguments: dict[str, Any]) -> None:
     assert runs[0] == runs[1]
 
 
-def test_arguments_win_over_a_loader_and_configurations_over_arguments() -> None:
+def test_arguments_win_over_loaders_configurations_over_arguments() -> None:
     plain = DataLoader(Numbers(10), batch_size=3)
     assert [*AutoLoader(plain, num_workers=0, collate_fn=len)] == [3, 3, 3, 1]
     wanted = LoaderConfig(num_workers=3, prefetch_factor=5)
@@ -55,14 +55,14 @@ def test_arguments_win_over_a_loader_and_configurations_over_arguments() -> None
         ({"dataset": Subset(Fetched(4), [1]), "fetch_threads": 4}, "Fetched.__getitems__ .*=None"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_what_would_work(
+def test_impossible_arguments_are_answered_with_working_ones(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         AutoLoader(**{"dataset": Numbers(4), **arguments})
 
 
-def test_a_loader_with_iterators_of_its_own_is_refused() -> None:
+def test_loaders_with_iterators_of_their_own_are_refused() -> None:
     class Doubled(DataLoader[Any]):
         def __iter__(self) -> Any:
             return (batch * 2 for batch in super().__iter__())
@@ -133,7 +133,7 @@ def test_when_workers_may_be_used(arguments: dict[str, Any], kept: str) -> None:
     assert again.kept.kind == kept
 
 
-def test_what_was_found_outlives_the_loader_and_is_saved(tmp_path: Path) -> None:
+def test_findings_outlive_the_loader_and_are_saved(tmp_path: Path) -> None:
     loader = AutoLoader(Numbers(400), batch_size=4)
     for _ in loader:
         pass
@@ -148,7 +148,7 @@ def test_what_was_found_outlives_the_loader_and_is_saved(tmp_path: Path) -> None
     assert found.log.totals.batches == 100
 
 
-def test_the_iterator_begun_last_is_the_one_that_counts() -> None:
+def test_the_iterator_begun_last_counts() -> None:
     loader = AutoLoader(Numbers(40), batch_size=4)
     first = iter(loader)
     next(first)  # as PyTorch's tutorials do, to look at a batch
@@ -199,7 +199,7 @@ def test_where_torchs_own_iterator_runs_nothing_is_measured() -> None:
     assert loader.metrics() == {"num_workers": 0.0}
 
 
-def test_what_it_has_so_far_is_told_and_saved(tmp_path: Path) -> None:
+def test_findings_so_far_are_told_and_saved(tmp_path: Path) -> None:
     loader = AutoLoader(Numbers(400), batch_size=4)
     list(loader)
     tuner, own = loader.found.tuner, measured(loader.log.rows)

@@ -144,7 +144,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("kind", GOOD)
-def test_common_data_get_workers_and_the_batches_of_the_loop(kind: str, data: Path) -> None:
+def test_common_data_get_workers_and_equal_batches(kind: str, data: Path) -> None:
     loader, is_as_plain = trained(lambda: GOOD[kind](data))
     assert is_as_plain
     assert loader.found.tuner.refused is None

@@ -183,7 +183,7 @@ def test_a_module_trains_without_its_trainer(modules, module, says):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true", "64-true"])
-def test_the_precision_of_the_users_trainer_is_trained_in(modules, attached, precision):
+def test_bursts_train_in_the_trainers_precision(modules, attached, precision):
     model = modules.Plain()
     build_step(attached(model, precision=precision), BATCH).run(BATCH)
     is_autocast, dtype = model.seen
@@ -203,7 +203,7 @@ def test_gradients_are_clipped_and_accumulated_as_in_training(modules, attached)
     assert model.clipped == [(1, 0.1), (4, 0.1), (7, 0.1)]
 
 
-def test_a_loss_is_scaled_where_the_users_trainer_does(modules, attached):
+def test_a_loss_is_scaled_as_in_training(modules, attached):
     side = attached(modules.Plain())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     side.trainer["precision_plugin"].scaler = scaler
@@ -213,7 +213,7 @@ def test_a_loss_is_scaled_where_the_users_trainer_does(modules, attached):
     assert scaler.get_scale() == 4.0 * 2**3
 
 
-def test_batches_go_through_the_hooks_that_lightning_would_call(modules, attached):
+def test_batches_go_through_lightnings_hooks(modules, attached):
     data, model = modules.Data(), modules.Hooked()
     data.loader = DataLoader([1])  # would travel twice
     modules.called.clear()

@@ -26,7 +26,7 @@ def shell(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["watch", "run"])
-def test_a_cell_is_told_of_by_the_notebooks_lines(shell, capsys, verb):
+def test_a_cells_report_names_the_notebooks_lines(shell, capsys, verb):
     # GIVEN a cell that makes a loader and has another one
     made = "made = DataLoader(TensorDataset(torch.rand(40, 4)))"
     ran = shell.run_cell(f"%%watch {verb}\n{made}\nx = len([*made, *kept])")
@@ -52,7 +52,7 @@ def test_a_cell_is_told_of_by_the_notebooks_lines(shell, capsys, verb):
         ("with enable(): ", "num_workers=1, multiprocessing_context='fork'", "%%watch run"),
     ],
 )
-def test_the_next_step_of_a_cell_is_a_cell(shell, capsys, monkeypatch, head, after, step):
+def test_a_cells_next_step_is_a_cell(shell, capsys, monkeypatch, head, after, step):
     monkeypatch.setattr(processes, "queued_s", lambda task: 0.0)  # as on an idle machine
     cell = f"{head}list(DataLoader(Waiting(480, 0.002), batch_size=8, {after}))"
     shell.run_cell(cell).raise_error()
@@ -60,13 +60,13 @@ def test_the_next_step_of_a_cell_is_a_cell(shell, capsys, monkeypatch, head, aft
 
 
 @pytest.mark.parametrize("options", ["run --workers", "watch --allow-workers", "runs"])
-def test_an_unknown_option_is_answered_with_one_that_works(shell, options):
+def test_an_unknown_option_is_answered_with_another(shell, options):
     ran = shell.run_cell(f"%%watch {options}\nlist(kept)")
     assert isinstance(ran.error_in_exec, ValueError)
     assert "%%watch run --allow-workers would work" in str(ran.error_in_exec)
 
 
-def test_a_cell_that_fails_has_failed_and_is_told_of(shell, capsys):
+def test_a_cell_that_fails_is_reported(shell, capsys):
     ran = shell.run_cell("%%watch\nlist(kept)\n1 / 0")
     captured = capsys.readouterr()
     assert isinstance(ran.error_in_exec, ZeroDivisionError)

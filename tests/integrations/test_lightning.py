@@ -45,7 +45,7 @@ def fit(parts, tmp_path):
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("simulated_bursts")
-def test_a_data_module_is_tuned_and_keeps_every_hook(fit, parts, tmp_path):
+def test_a_tuned_data_module_keeps_every_hook(fit, parts, tmp_path):
     # GIVEN a module whose every hook is noted
     model, own, checkpoint = parts.Module(), parts.Points(FEW), tmp_path / "last.ckpt"
     data = tuned(own, model, progress=False)
@@ -111,7 +111,7 @@ class Fixed(DataLoader):
         lambda: Fixed(FEW, 16, shuffle=True),
     ],
 )
-def test_a_loader_that_lightning_makes_anew_has_the_settings(package, make):
+def test_loaders_that_lightning_remakes_have_the_settings(package, make):
     # GIVEN a loader made as within `fit()`, and another one with settings
     data = importlib.import_module(f"{package}.trainer.connectors.data_connector")
     config = LoaderConfig(num_workers=2, prefetch_factor=4, batch_size=8)
@@ -153,7 +153,7 @@ def combined(loaders):
 @pytest.mark.parametrize(
     ("contain", "place"), [(dict, "['a']"), (as_list, "[0]"), (combined, "[0]")]
 )
-def test_several_loaders_are_tuned_and_stay_as_they_were(contain, place, monkeypatch):
+def test_several_tuned_loaders_stay_as_they_were(contain, place, monkeypatch):
     results, given, data = [], [], Several(contain)
 
     def tune(*args):

@@ -18,7 +18,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("package", CALLS)
-def test_a_missing_package_is_answered_with_its_install_line(package, monkeypatch):
+def test_a_missing_package_is_answered_with_pip(package, monkeypatch):
     for name in (package, *(name for name in sys.modules if name.startswith(f"{package}."))):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"pytorch_{package}", raising=False)

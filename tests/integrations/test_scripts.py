@@ -68,7 +68,7 @@ def with_datasets(_):
 @pytest.mark.parametrize(
     "train", [with_lightning, with_a_trainer, with_a_stateful_loader, with_datasets]
 )
-def test_loaders_of_frameworks_are_found_and_nothing_else_changes(train, tmp_path, capsys):
+def test_frameworks_loaders_are_found_nothing_else_changes(train, tmp_path, capsys):
     # GIVEN the lines that make loaders, and what these contain
     lines, first = inspect.getsourcelines(train)
     marked = [(n, line.partition("# HERE ")[2].split()) for n, line in enumerate(lines, first)]

@@ -54,7 +54,7 @@ def asked(monkeypatch):
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("simulated_bursts")
-def test_a_trainer_is_tuned_and_trains_with_the_settings(trainer_of):
+def test_a_trainer_trains_with_the_tuned_settings(trainer_of):
     trainer = trainer_of(FEW)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     result = tune_trainer(trainer, progress=False)
@@ -229,7 +229,7 @@ def test_what_accelerate_has_prepared_changes_while_training(trainer_of):
     assert_changed(trainer.callback_handler.train_dataloader.base_dataloader, trainer.model.seen)
 
 
-def test_a_trainer_whose_choice_is_no_worker_prefetches_nothing(trainer_of, monkeypatch):
+def test_a_trainer_without_workers_prefetches_nothing(trainer_of, monkeypatch):
     none = TuningResult(best=LoaderConfig(), status="complete")
     monkeypatch.setattr(integration, "tune", lambda *_, **__: none)
     workers = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 4}
@@ -239,7 +239,7 @@ def test_a_trainer_whose_choice_is_no_worker_prefetches_nothing(trainer_of, monk
     assert trainer.get_train_dataloader().num_workers == 0
 
 
-def test_what_is_no_trainer_and_no_prepared_loader_is_refused(parts):
+def test_neither_trainer_nor_prepared_loader_is_refused(parts):
     with pytest.raises(TypeError, match=r"trainer=int .* tune\(loader, model\) would work"):
         tune_trainer(42)
     with pytest.raises(TypeError, match=r"prepared=DataLoader .*\(loader\) returns with"):

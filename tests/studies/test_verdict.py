@@ -43,13 +43,11 @@ def test_rates_below_three_times_break_the_promise(low, high, verdict):
         (1.3, 1.5, 2.0, Verdict.BROKEN),
     ],
 )
-def test_seconds_beyond_two_percent_and_half_a_second_break_the_promise(
-    low, high, plain_s, verdict
-):
+def test_slower_beyond_both_bounds_breaks_the_promise(low, high, plain_s, verdict):
     assert never_slower(between(low, high), plain_s) is verdict
 
 
-def test_a_ratio_is_paired_and_two_rounds_tell_little():
+def test_ratios_are_paired_and_two_rounds_little():
     # GIVEN a machine that becomes ten times as slow, for both sides
     found = ratio([40.0, 4.0, 0.41, 0.04], [10.0, 1.0, 0.10, 0.01])
     assert found.low == pytest.approx(3.9, abs=0.1)
@@ -67,7 +65,7 @@ def test_a_ratio_is_paired_and_two_rounds_tell_little():
         ([4.0], 0.5, Verdict.KEPT),
     ],
 )
-def test_only_two_looks_with_free_cores_break_a_promise(looks, free, verdict):
+def test_two_looks_with_free_cores_break_promises(looks, free, verdict):
     values = iter(looks)
 
     def measure():
@@ -89,7 +87,7 @@ def test_a_table_fails_by_a_broken_promise_alone(verdict, is_met, capsys):
 
 
 @pytest.mark.parametrize(("times", "status"), [(2.0, 1), (4.0, 0)])
-def test_the_command_fails_where_transfer_is_less_than_promised(times, status, monkeypatch, capsys):
+def test_the_command_fails_by_a_slow_transfer(times, status, monkeypatch, capsys):
     plain = [100.0, 101.0, 99.0, 100.0]
     rates = {"plain": plain, "ours": [times * each for each in plain]}
     monkeypatch.setattr(transfer, "rates_of", lambda *given: rates)
@@ -101,9 +99,7 @@ def test_the_command_fails_where_transfer_is_less_than_promised(times, status, m
 @pytest.mark.parametrize(
     ("auto_s", "free", "status"), [(3.0, 1.0, 1), (3.0, 0.5, 0), (2.4, 1.0, 0)]
 )
-def test_the_command_fails_where_a_loop_is_slower_on_free_cores(
-    auto_s, free, status, monkeypatch, capsys
-):
+def test_the_command_fails_by_a_slower_loop(auto_s, free, status, monkeypatch, capsys):
     seconds = {"plain": 2.0, "auto": auto_s}
     monkeypatch.setattr(slower, "forked", lambda job, name, workers, how: seconds[how])
     monkeypatch.setattr(slower, "cores_free", lambda: free)

@@ -153,7 +153,7 @@ class OurNames(ast.NodeVisitor):
 
 
 @pytest.mark.parametrize("place", [*WITH_CODE, *NOTEBOOKS], ids=lambda place: Path(place).name)
-def test_the_code_of_a_page_names_what_there_is(place):
+def test_a_pages_code_names_what_there_is(place):
     names = OurNames()
     names.visit(ast.parse(code_of(place)))
     assert names.calls
@@ -208,7 +208,7 @@ def test_the_commands_of_the_readme_run_as_printed(preloaded, tmp_path):
 
 
 @pytest.mark.process
-def test_the_targets_of_the_readme_do_what_it_says():
+def test_the_readmes_targets_do_as_told():
     """What the first one does runs in tests/cli."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for target, does in {"demo": "autotune-loader demo", "test": "pytest"}.items():
@@ -225,7 +225,7 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_reference_has_every_key_option_and_public_name():
+def test_the_reference_has_every_public_name():
     """A row of its tables names each."""
     page = (ROOT / "docs" / "reference.md").read_text("utf-8")
     first = re.findall(r"^\| (`.*?) \|", page.partition("## loader.json")[2], re.MULTILINE)
@@ -240,7 +240,7 @@ def test_the_reference_has_every_key_option_and_public_name():
     assert {*autotune_loader.__all__} - {"__version__"} - told == set()
 
 
-def test_the_contract_is_the_same_wherever_it_is_told():
+def test_the_contract_is_told_alike_everywhere():
     """The docstring of AutoLoader, its page, README, and the help of `run`."""
     pages = [ROOT / "README.md", ROOT / "docs" / "autoloader.md"]
     texts = [AutoLoader.__doc__, Command.all["run"].description]

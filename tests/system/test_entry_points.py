@@ -60,7 +60,7 @@ if __name__ == "__main__":
 ENVIRON = {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": "1"}
 
 
-def test_a_program_without_a_file_tunes_and_keeps_nothing(tmp_path):
+def test_a_program_without_a_file_keeps_nothing(tmp_path):
     """The one that begins in a Python that has imported nothing."""
     how = {"cwd": tmp_path, "env": {**os.environ, **ENVIRON}, "timeout": DEADLINE_S}
     done = subprocess.run(

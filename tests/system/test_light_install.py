@@ -114,7 +114,7 @@ def bench(preloaded, tmp_path):
         ("command.py run train.py", READING.format("fork"), "autotune-loader run: 1 loader"),
     ],
 )
-def test_all_but_tuning_works_with_torch_numpy_and_psutil(typed, body, says, bench):
+def test_all_but_tuning_needs_torch_numpy_psutil(typed, body, says, bench):
     bench.write(body)
     code, output = bench.run(*typed.split())
     assert code == 0, output
@@ -137,7 +137,7 @@ def test_tuning_says_what_it_needs(typed, body, code, says, bench):
     assert f"{says} needs optuna, msgspec, cloudpickle. {INSTALL}" in output
 
 
-def test_workers_in_a_python_of_their_own_need_no_more(bench, tmp_path):
+def test_spawned_workers_need_no_more(bench, tmp_path):
     bench.write(READING.format("spawn"))
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     typed = "command.py watch -o new/a/loader.json --json new/b/report.json train.py"

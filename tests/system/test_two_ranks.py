@@ -125,7 +125,7 @@ def launch(preloaded, tmp_path):
     return launch
 
 
-def test_each_rank_trains_on_its_half_and_rank_0_reports(launch, tmp_path):
+def test_ranks_train_on_halves_rank_0_reports(launch, tmp_path):
     options = ("run", "--allow-workers", "--json", "report.json", "-o", "loader.json")
     output, _ = launch(PLAIN, EPOCHS, *options)
     # THEN there is one report, of rank 0's half, and one file
