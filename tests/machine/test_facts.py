@@ -119,6 +119,8 @@ def test_what_a_system_does_not_tell_is_none(inspect, monkeypatch):
     assert machine.shm is None
     assert machine.shm_budget_bytes is None
     assert host_busy_s() == []
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert inspect().usable_cores == 1
 
 
 def test_this_machine_has_what_the_system_says():

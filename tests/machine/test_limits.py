@@ -58,7 +58,7 @@ def launched(monkeypatch):
     ({**UNEVEN, "SLURM_NODEID": "3"}, 0, None, 1),
     ({**step(2, "2,4"), "SLURM_NODEID": "1"}, 0, None, 4),
     ({**TWO_NODES, "SLURM_NODEID": "2"}, 0, None, 4),  # a node that is not told of
-    ({"SLURM_STEP_ID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}, 0, None, 4),
+    ({"SLURM_STEP_ID": "0", "SLURM_TASKS_PER_NODE": "4,2(x2)"}, 0, None, 4),
     # a batch script, which is one process however many tasks the job has
     ({"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NNODES": "2"}, 0, None, 1),
     # `srun --pty bash`, in which Lightning or mp.spawn starts the ranks
