@@ -87,12 +87,14 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _are_tensors_equal(own: torch.Tensor, theirs: torch.Tensor, near: float) -> bool:
-    if own.is_nested and theirs.is_nested:
+    if own.is_nested != theirs.is_nested:
+        return False
+    if own.is_nested:
         parts = own.unbind(), theirs.unbind()
         is_alike = own.layout == theirs.layout and len(parts[0]) == len(parts[1])
         return is_alike and all(_are_tensors_equal(*each, near) for each in zip(*parts, strict=True))
     kinds = [(each.dtype, each.shape, each.layout, each.device.type, each.requires_grad) for each in (own, theirs)]
-    if own.is_nested or theirs.is_nested or kinds[0] != kinds[1]:
+    if kinds[0] != kinds[1]:
         return False
     own, theirs = own.detach(), theirs.detach()
     if own.layout is not torch.strided:

@@ -169,7 +169,6 @@ class _Hook:
         self.stage, self.calls = stage, 0
         if inspect.isgeneratorfunction(inner) or set(getattr(inner, "__dict__", {})) - {"__wrapped__"}:
             raise TypeError("a generator works when it is asked for more, and what has attributes is asked for them")
-        self._set(inner)  # where that is refused nothing is clocked
         self.clocked = functools.wraps(inner)(lambda *arguments, **named: clock.call(self, arguments, named))
 
     def stage_of(self, kind: type) -> Stage:

@@ -100,7 +100,9 @@ def test_handing_over_moves_and_ends_nothing(collate, kind, workers, monkeypatch
     rows = Made(lambda index: torch.zeros(3), 4096)
     data = DataSide.from_dataset(rows, batch_size=4, collate_fn=collate)
     own = bench.Bench(data, TrainingSide, lambda: data, lambda message: None, 1, Allowance())
-    message, place = own.look()
+    message, (begun, *rest) = own.look()
+    place = begun + 1, *rest  # of another process
+    assert 0 < message.ready.first_fetch_s < 60
     assert own.prepare(message.ready).ready is not None
     message, after = own.run(Request(what="hand_over", plan=QUICK, config=TWO_WORKERS), place)
     assert message.failure.kind == kind

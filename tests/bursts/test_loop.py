@@ -1,22 +1,27 @@
 """The loop of a burst: the times of its host and its device, what it takes of the machine, and the
 end of its workers."""
 
+import os
 import threading
 import time
 from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from autotune_loader.bursts import bench, loop
 from autotune_loader.bursts.loop import KEPT_FIRST, KEPT_LAST, LoopRun, OpenLoader, Window
+from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.bursts.protocol import Allowance, Request
 from autotune_loader.bursts.step import TrainingStep
+from autotune_loader.machine.kernel import memfd
 from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.machine.processes import TreeUse
+from autotune_loader.pipeline.equal import is_equal
 from autotune_loader.pipeline.throughput import is_enough
 from autotune_loader.pipeline.tracing import Handed, Stamp
 from autotune_loader.pipeline.workload import TrainingSide
@@ -112,13 +117,33 @@ def test_a_window_ends_in_time(monkeypatch):
     # GIVEN looks at the rate that take 10 ms each, so that the next one would wait for 4 s
     def asked(*args, **kwargs):
         clock.sleep(0.01)
+        asks.append(1)
         return is_enough(*args, **kwargs)
 
-    clock = FakeClock()
+    clock, asks = FakeClock(), []
     monkeypatch.setattr(loop, "is_enough", asked)
     found, _ = run_of(0.001, 0.01, clock=clock)
     # THEN it is no longer than planned
     assert found.window_s < PLAN.max_s + 0.1
+    assert len(asks) <= 6  # in the first rounds, and at its end
+
+
+def test_an_error_is_told_with_its_phase():
+    def fail():
+        raise error
+
+    error, told = OSError(24, "Too many open files"), []
+    request = Request(what="burst", plan=PLAN)
+    run = LoopRun(request, None, None, [].append, lambda *what: told.append(what))
+    assert run.measured(fail).kind == "descriptors"
+    assert told == [(error, "start")]
+
+
+def test_buffers_of_any_size_travel():
+    values = [np.arange(size, dtype=np.uint8) for size in (255, 256, 257)]
+    with os.fdopen(memfd("test"), "rb") as file:
+        write_archive(file.fileno(), values, 1 << 20)
+        assert is_equal(read_archive(file.fileno()), values)
 
 
 def test_a_record_keeps_first_and_last_traces():

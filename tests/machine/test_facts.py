@@ -98,8 +98,8 @@ def test_memory_is_the_least_that_is_left(groups, files, left, total, inspect):
     assert machine.memory.available_bytes == min(left)
     assert machine.memory.total_bytes == total
     # AND what files can stay in memory from epoch to epoch goes by the whole
-    assert machine.holds(total * 3 // 5)
-    assert not machine.holds(total * 9 // 10)
+    assert machine.holds(total * 4 // 5)
+    assert not machine.holds(total * 4 // 5 + 1)
 
 
 def test_ranks_share_memory_and_shared_memory(inspect):
@@ -119,6 +119,8 @@ def test_what_a_system_does_not_tell_is_none(inspect, monkeypatch):
     assert machine.shm is None
     assert machine.shm_budget_bytes is None
     assert host_busy_s() == []
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert inspect().usable_cores == 1
 
 
 def test_this_machine_has_what_the_system_says():
@@ -179,20 +181,21 @@ TUNED = Fingerprint(
     dataset="Images[1000]",
 )
 GPU = "GPU: NVIDIA H100 then, none here; the step takes a different time"
+MEMORY = "memory: 65536 MiB then, 1 MiB here; its workers may not fit"
+DATASET = "dataset: Images[1000] then, Images[2000] here; a sample takes a different time"
 
 
 @pytest.mark.parametrize(("here", "told", "matters"), [
-    ({"usable_cores": 32}, "16 then, 32 here; more workers may be faster", False),
-    ({"usable_cores": 8}, "16 then, 8 here; its workers may be too many", True),
-    ({"memory_bytes": 16 << 30}, "65536 MiB then, 16384 MiB here; its workers may not fit", True),
-    ({"shm_bytes": 16 << 30}, "8192 MiB then, 16384 MiB here", False),
+    ({"usable_cores": 32}, "usable cores: 16 then, 32 here; more workers may be faster", False),
+    ({"usable_cores": 8}, "usable cores: 16 then, 8 here; its workers may be too many", True),
+    ({"memory_bytes": 1 << 20}, MEMORY, True),
+    ({"shm_bytes": 16 << 30}, "shared memory: 8192 MiB then, 16384 MiB here", False),
     ({"gpu": "none"}, GPU, True),
-    ({"dataset": "Images[2000]"}, "Images[1000] then, Images[2000] here", True),
+    ({"dataset": "Images[2000]"}, DATASET, True),
     # not known, the same, hardly different
     ({"gpu": None, "memory_bytes": None, "dataset": "", "torch": "2.7.1"}, None, None),
-    ({"shm_bytes": (8 << 30) - (100 << 20)}, None, None),
+    ({"memory_bytes": (64 << 30) * 19 // 20 + 1, "shm_bytes": (8 << 30) * 21 // 20}, None, None),
 ], ids=str)  # fmt: skip
 def test_a_difference_is_told_with_both_values(here, told, matters):
     found = differences(TUNED, replace(TUNED, **here))
-    assert [each.matters for each in found] == ([] if told is None else [matters])
-    assert all((told or "") in each.sentence for each in found)
+    assert found == ([] if told is None else [(told, matters)])

@@ -56,7 +56,9 @@ def launched(monkeypatch):
     (TWO_NODES, 0, None, 4),
     (UNEVEN, 0, None, 2),
     ({**UNEVEN, "SLURM_NODEID": "3"}, 0, None, 1),
-    ({"SLURM_STEP_ID": "0", "SLURM_TASKS_PER_NODE": "4(x2)"}, 0, None, 4),
+    ({**step(2, "2,4"), "SLURM_NODEID": "1"}, 0, None, 4),
+    ({**TWO_NODES, "SLURM_NODEID": "2"}, 0, None, 4),  # a node that is not told of
+    ({"SLURM_STEP_ID": "0", "SLURM_TASKS_PER_NODE": "4,2(x2)"}, 0, None, 4),
     # a batch script, which is one process however many tasks the job has
     ({"SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NNODES": "2"}, 0, None, 1),
     # `srun --pty bash`, in which Lightning or mp.spawn starts the ranks
@@ -109,6 +111,7 @@ OF_SIX = {**FOUR, "SLURM_CPUS_PER_TASK": "6"}
     # SLURM says what a task has
     (OF_SIX, 32, 32, 6, 1),
     (OF_SIX, 4, 32, 4, 1),
+    ({**OF_SIX, "LOCAL_WORLD_SIZE": "2"}, 32, 32, 6, 1),  # fewer ranks than tasks
     ({**OF_SIX, "SLURM_NTASKS_PER_NODE": "1"}, 32, 32, 6, 1),  # `srun -n 4` in a job of one
     # one task starts all four ranks, which share what it has
     ({**ONE_TASK, "SLURM_CPUS_PER_TASK": "8", "LOCAL_WORLD_SIZE": "4"}, 8, 8, 2, 4),

@@ -109,6 +109,18 @@ def test_unfinished_work_counts_at_the_end(device, is_lost):
     assert min(row.step_s for row in log.rows) >= 0
 
 
+def test_a_device_is_looked_for_ever_more_seldom(monkeypatch):
+    log, looks = Log(), []
+    monkeypatch.setattr(loop_log, "_device_in_use", lambda: looks.append(log.marks.looks))
+    for _ in range(3):
+        loop = log.begin(0.0)
+        for now in range(40):
+            loop.ask(now)
+            loop.receive(now, 8, FETCH)
+    # THEN a loop that begins after 80 batches counts anew
+    assert looks == [1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64]
+
+
 SECONDS = st.sampled_from([0.0, 0.001, 0.02, 0.2])  # all of them together are no pause
 BATCHES = st.lists(st.tuples(SECONDS, SECONDS, SECONDS, st.booleans()), max_size=12)
 
@@ -134,6 +146,7 @@ def test_each_second_of_an_epoch_counts_once(epochs, has_device):
                 last = device.mark()
                 now.advance(host_s)
                 device.launch(step_s if has_device else 0.0)
+            assert loop.batches == len(batches)
             if not is_left:
                 loop.ask(now())
                 loop.end(now.advance(0.02))
@@ -142,6 +155,9 @@ def test_each_second_of_an_epoch_counts_once(epochs, has_device):
     # THEN all seconds up to what a loop did last are waiting or a step, and no batch is lost
     batches = sum(len(batches) for batches, _ in epochs)
     assert log.totals.batches == batches
+    assert log.totals.epochs == sum(bool(batches) for batches, _ in epochs)
+    starts_s = [0.01 + sum(each[0] for each in batches[:1]) for batches, _ in epochs]
+    assert has_device or log.totals.started_s == pytest.approx(sum(starts_s))
     assert log.totals.samples == 4 * batches
     assert log.totals.waited_s + log.totals.stepped_s == pytest.approx(expected_s, abs=1e-6)
     assert log.totals.asking_s == pytest.approx(

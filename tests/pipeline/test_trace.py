@@ -150,6 +150,7 @@ def test_two_batches_have_an_interval_and_one_none(workers):
     for batches in (2, 3, 9):
         rate = summary_of(batches, workers=workers).samples_per_s
         assert 0 < rate.low < rate.value < rate.high < float("inf")
+        assert rate.count == batches - max(1, min(workers, batches // 2))
     with pytest.raises(ValueError, match="at least 2"):
         summary_of(1, workers=workers)
 

@@ -103,6 +103,61 @@ def test_samples_are_counted_whoever_makes_batches(loader, samples, size):
     assert isinstance(batch, Point) == (loader.dataset is POINTS)
 
 
+def broken(index):
+    if index == 7:
+        raise LookupError("broken")
+    return index
+
+
+COUNT = itertools.count()
+WHOLE = Fetched(lambda indices: broken(len(indices) + 1), 8)
+NO_COLLATING = {"collate_fn": lambda batch: broken(7)}
+
+
+@pytest.mark.parametrize(
+    ("loader", "named"),
+    [
+        (DataLoader(Rows(broken, 8), batch_size=4), ("sample 7", [7])),
+        (DataLoader(Rows(broken, 8), batch_size=None), ("sample 7", [7])),
+        (DataLoader(Rows(broken, 8), sampler=torch.tensor([6, 7])), ("sample 7", [7])),
+        (DataLoader(WHOLE, 6), ("the batch of samples 0, 1, 2, 3, ...", [*range(6)])),
+        (
+            DataLoader(NUMBERS, 4, **NO_COLLATING),
+            ("collate_fn of the batch of samples 0, 1, 2, 3", [0, 1, 2, 3]),
+        ),
+        (DataLoader(Stream(int, 8), 4, **NO_COLLATING), ("collate_fn", [])),
+        # it has begun anew after five samples
+        (
+            DataLoader(Stream(lambda _: broken(next(COUNT)), 5), 4),
+            ("the sample after 2 of a process's stream", []),
+        ),
+    ],
+)
+def test_what_raises_is_named_and_replaced(loader, named):
+    told, data = [], DataSide.from_loader(loader)
+
+    def on_error(error, name, keys):
+        told.append((type(error), name, [int(key) for key in keys]))
+        return "in its place"
+
+    traced = iter(make_traced_loader(data, LoaderConfig(), Reading(data), on_error=on_error))
+    batch = next(handed.batch for handed in traced if told)
+    forget_open_batch()
+    assert told == [(LookupError, *named)]
+    assert batch == "in its place"
+
+
+def test_workers_start_as_the_users_do():
+    own = DataLoader(NUMBERS, num_workers=1, multiprocessing_context="spawn")
+    data = DataSide.from_loader(own)
+    spawning, alone = (
+        make_traced_loader(data, LoaderConfig(num_workers=workers), Reading(data))
+        for workers in (1, 0)
+    )
+    assert spawning.multiprocessing_context.get_start_method() == "spawn"
+    assert alone.multiprocessing_context is None
+
+
 class PinsItself:
     was_pinned_at = None
 
