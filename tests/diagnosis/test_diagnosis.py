@@ -184,6 +184,44 @@ def test_a_bottleneck_has_figures_and_advice(kind, changes, words, advised):
     assert advice == () if advised is None else advised in "\n".join(advice)
 
 
+IN_TIME, ALONE = {"wait_share": 0.01}, LoaderConfig()
+A_SECOND = {"batch_size": 1000.0, "fetch_s": 4.0, "fetch_cpu_s": 3.0}
+OF_TEN, OF_MANY = (
+    {"config": ALONE, "batch_size": size, "samples_per_s": 100.0} for size in (10.0, 100.0)
+)
+
+# What differs, a figure at a limit with its kind, and beyond with another.
+LIMITS = [
+    ({}, "batches", 3, "cpu", 2, "too_short"),
+    ({}, "loader_share", 0.02, "cpu", 0.019, "little"),
+    ({"loader_share": 0.01}, "wait_share", 0.05, "little", 0.049, "cpu"),
+    (READS, "wait_share", 0.05, "storage", 0.049, "cpu"),
+    ({"wait_share": 0.1}, "starting_share", 0.1, "cpu", 0.11, "start_up"),
+    ({}, "starting_share", 0.25, "cpu", 0.26, "start_up"),
+    ({"samples_per_s": 950.0, "wait_share": 0.1},
+     "ceiling", exactly(1000.0), "step", exactly(1001.0), "cpu"),
+    ({"samples_per_s": 950.0},
+     "transfer_ceiling", exactly(1000.0), "transfer", exactly(1001.0), "cpu"),
+    ({"on_accelerator": True, **IN_TIME},
+     "ceiling", exactly(1250.0), "step", exactly(1251.0), "unclear"),
+    (IN_TIME, "cpu_share", 0.5, "cpu", 0.49, "unclear"),
+    (IN_TIME, "foreign_cpu_share", 0.25, "cpu", 0.26, "unclear"),
+    (READS, "cpu_share", 0.85, "storage", 0.86, "cpu"),
+    ({"fetch_s": 0.1}, "fetch_cpu_s", 0.06, "storage", 0.061, "cpu"),
+    ({"fetch_cpu_s": 0.001}, "fetch_s", 0.0256, "storage", 0.0255, "unclear"),
+    (A_SECOND, "receive_s", 0.3, "cpu", 0.31, "transfer"),
+    (OF_TEN, "fetch_s", 0.002, "cpu", 0.0019, "in_memory"),
+    (OF_MANY, "fetch_s", 0.005, "cpu", 0.0049, "in_memory"),
+    ({"fetch_s": 0.04}, "copy_s", 0.008, "cpu", 0.0081, "copy"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "figure", "at", "kind", "beyond", "other"), LIMITS)
+def test_a_kind_has_its_limit(changes, figure, at, kind, beyond, other):
+    assert diagnose(evidence(**{**changes, figure: at}))[0].kind == kind
+    assert diagnose(evidence(**{**changes, figure: beyond}))[0].kind == other
+
+
 @pytest.mark.parametrize(
     ("parent", "config"),
     [

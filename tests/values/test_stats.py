@@ -76,7 +76,12 @@ def test_rates_and_ratios_are_their_formulas(said, ends):
 
 @pytest.mark.parametrize(
     ("period", "mean", "half"),
-    [(1, 3.25, 0.676079), (2, 3.233333, 0.682666), (3, 3.285714, 0.570827), (4, 3.346154, 0.658275)],
+    [
+        (1, 3.25, 0.676079),
+        (2, 3.233333, 0.682666),
+        (3, 3.285714, 0.570827),
+        (4, 3.346154, 0.658275),
+    ],
 )
 def test_a_correlated_mean_has_its_formulas_ends(period, mean, half):
     series = [1.0, 3, 2, 5, 4, 2, 6, 1, 3, 4, 4, 2, 5, 3, 1, 6]
