@@ -8,6 +8,7 @@ import pytest
 from report.example import STAGES, exactly, ran, synthetic_result
 
 from autotune_loader.diagnosis import Answer, Caution, Evidence, diagnose, judged, units
+from autotune_loader.diagnosis.evidence import ready_s
 from autotune_loader.diagnosis.tables import answer
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
@@ -213,6 +214,13 @@ LIMITS = [
     (OF_TEN, "fetch_s", 0.002, "cpu", 0.0019, "in_memory"),
     (OF_MANY, "fetch_s", 0.005, "cpu", 0.0049, "in_memory"),
     ({"fetch_s": 0.04}, "copy_s", 0.008, "cpu", 0.0081, "copy"),
+    (HANDED_OVER, "copy_s", 0.008, "transfer", 0.0081, "copy"),
+    ({}, "trials", (failed("oom_killed", FOUR),), "cpu",
+     (failed("oom_killed", replace(FOUR, prefetch_factor=3)),), "memory"),
+    ({}, "trials", (failed("oom_killed", TWELVE), ran(SIX, 1050.0)), "cpu",
+     (failed("oom_killed", TWELVE), ran(SIX, 1051.0)), "memory"),
+    ({}, "trials", (replace(failed("oom_killed"), predicted_samples_per_s=1050.0),), "cpu",
+     (replace(failed("oom_killed"), predicted_samples_per_s=1051.0),), "memory"),
 ]  # fmt: skip
 
 
@@ -220,6 +228,71 @@ LIMITS = [
 def test_a_kind_has_its_limit(changes, figure, at, kind, beyond, other):
     assert diagnose(evidence(**{**changes, figure: at}))[0].kind == kind
     assert diagnose(evidence(**{**changes, figure: beyond}))[0].kind == other
+
+
+BUSY = {"foreign_cpu_share": 0.3}
+SLEPT, COMPUTED = (
+    ran(TWELVE, 1.0, service_s=0.1, service_cpu_s=cpu_s, **BUSY) for cpu_s in (0.01, 0.05)
+)
+WHOLE = {**QUEUED, "fetch_cpu_s": 0.3}  # a fetch on several cores
+
+
+@pytest.mark.parametrize(
+    ("changes", "figure", "expected"),
+    [
+        ({}, "lost_s", 0.016),
+        ({"ceiling": None}, "lost_s", 0.017),
+        ({"ceiling": None, "step_s": None}, "lost_s", 0.032),
+        ({}, "fetching_share", 0.859375),
+        ({"fetch_s": 0.2}, "fetching_share", 1.0),
+        ({"config": ALONE}, "fetching_share", 1.0),
+        ({"copy_s": 0.01}, "saved_s", 0.0045),
+        ({"copy_s": 0.01, "config": ALONE}, "saved_s", 0.01),
+        ({"ceiling": exactly(900.0)}, "headroom", 0.0),
+        ({"ceiling": None, "wait_share": 1.0}, "headroom", None),
+        ({"transfer_ceiling": exactly(1700.0)}, "handed_over", None),
+        ({"transfer_ceiling": exactly(1699.0)}, "handed_over", exactly(1699.0)),
+        ({}, "waiting", None),
+        ({**QUEUED, "wait_share": 0.0}, "waiting", None),
+        (QUEUED, "waiting", (0.470109, 0.489130, 0.040761)),
+        ({**QUEUED, **LOOP_QUEUED}, "waiting", (0.28125, 0.5625, 0.15625)),
+        ({**QUEUED, "config": ALONE}, "waiting", (0.434783, 0.521739, 0.043478)),
+        (WHOLE, "waiting", (0.732143, 0.267857, 0.0)),
+        ({"fetch_s": None}, "computing_share", 1.0),
+        (READS, "computing_share", 1 / 11),
+    ],
+)
+def test_evidence_derives_figures(changes, figure, expected):
+    found = getattr(evidence(**changes), figure)
+    is_exact = expected is None or isinstance(expected, Interval)
+    assert found == (expected if is_exact else pytest.approx(expected, abs=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("trials", "config"),
+    [
+        ((ran(SIX, 1.0), ran(FOUR, 1.0, foreign_cpu_share=0.25), ran(TWELVE, 1.0)), FOUR),
+        ((ran(SIX, 1.0), ran(FOUR, 1.0, **BUSY)), SIX),
+        ((ran(SIX, 1.0, service_cpu_s=0.001, **BUSY), SLEPT, COMPUTED), TWELVE),
+        ((), FOUR),
+    ],
+)
+def test_a_fetch_is_judged_where_it_was_undisturbed(trials, config):
+    found = evidence(trials=trials).undisturbed
+    assert found.config == config
+    assert found.fetch_cpu_s in (0.05, 0.07, 0.10)
+
+
+@pytest.mark.parametrize(
+    ("waits", "receive_s"), [((9, 2, 4, -9), 3.0), ((9, 2, -9, -9), 0.0), ((), 0.001)]
+)
+def test_a_ready_batch_takes_its_median(waits, receive_s):
+    # GIVEN batches that were whole as the loop asked for them, or 9 s later
+    traces = tuple(
+        BatchTrace(0, 0.0, 1.0, 1.0 if wait > 0 else 10.0, 0.1, 1, 1.0, 1.0 + abs(wait), 99.0)
+        for wait in waits
+    )
+    assert ready_s(ran(FOUR, 1.0, traces=traces).measurement) == receive_s
 
 
 @pytest.mark.parametrize(
