@@ -371,6 +371,44 @@ def test_a_low_limit_is_named(files, cpus, environ, parts, tmp_path, monkeypatch
     assert ("LOW cores" in told) == ("Too low: " in told) == ("LOW cores:" in parts)
 
 
+def cores_of(usable, most, host=64, ranks=1):
+    limits = [SimpleNamespace(value=host, source="os.cpu_count()")]
+    binding = SimpleNamespace(value=most, source="affinity")
+    return SimpleNamespace(usable=usable, ranks=ranks, binding=binding, inputs=limits)
+
+
+ENOUGH = {
+    "cores": cores_of(4, 4), "memory": SimpleNamespace(inputs=[]), "memory_budget_bytes": 2 << 30,
+    "shm": SimpleNamespace(free_bytes=(64 << 20) + 1, total_bytes=1 << 30), "open_files": 4096,
+}  # fmt: skip
+FULL_SHM = SimpleNamespace(free_bytes=64 << 20, total_bytes=1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "low", "told"),
+    [
+        ({}, "", "4 usable (64 os.cpu_count())"),
+        ({"cores": cores_of(3, 3)}, "cores", "taskset"),
+        ({"cores": cores_of(3, 5, ranks=2)}, "cores", "3 usable, shared by 2 ranks (64"),
+        ({"cores": cores_of(3, 5)}, "cores", "taskset"),
+        ({"cores": cores_of(3, 6)}, "cores", "start fewer ranks"),
+        ({"cores": cores_of(3, 3, host=6)}, "cores", "taskset"),
+        ({"cores": cores_of(3, 3, host=5)}, "", "3 usable (5"),
+        ({"memory_budget_bytes": (2 << 30) - 1}, "memory", "docker run --memory=16g"),
+        ({"shm": FULL_SHM}, "shared memory", "64 MiB of 1 GiB free"),
+        ({"shm": None}, "", "no /dev/shm"),
+        ({"open_files": 4095}, "open files", "ulimit -n 65536"),
+        ({"open_files": None}, "", "open files: no limit"),
+        ({"open_files": 1, "shm": FULL_SHM}, "shared memory, open files", "1 (soft RLIMIT_NOFILE)"),
+    ],
+)
+def test_a_limit_is_low_from_its_bound_on(changes, low, told):
+    text = " ".join(examination(SimpleNamespace(**{**ENOUGH, **changes})).split())
+    assert text.endswith(f" Too low: {low}." if low else " No limit is too low.")
+    assert text.count("to raise it: ") == text.count("LOW ") == len(low.split(", ")) * bool(low)
+    assert told in text
+
+
 def test_each_gpu_is_told_with_what_nvml_tells(monkeypatch):
     why = "NVML does not tell the utilization of cuda:1: Insufficient Permissions."
     meters = {
