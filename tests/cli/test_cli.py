@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 import autotune_loader
 from autotune_loader import cli, demo
 from autotune_loader.cli.doctor import examination
+from autotune_loader.cli.parser import Command
 from autotune_loader.machine import nvml
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.machine.nvml import GpuUse
@@ -125,7 +126,8 @@ WRONG = {
     "--nothing": "no command '--nothing'; autotune-loader --help would work",
     "watch": "required: SCRIPT; autotune-loader watch train.py would work",
     "watch -o /dev/null/x.json train.py": "--output='/dev/null/x.json' cannot be written (Not ",
-    "run --max-workers -1 train.py": "'-1' must be an integer >= 1",
+    "run --max-workers 0 train.py": "'0' must be an integer >= 1",
+    "tune train:make_numbers --max-workers=-1": "'-1' must be an integer >= 0",
     "run --start-with /nope/x.json train.py": "/nope/x.json",
     "watch --fail-if-wait ten train.py": "'ten' must be between 0% and 100%, such as 5%",
     "run --fail-if-wait 110% train.py": "'110%' must be between",
@@ -161,6 +163,22 @@ def test_a_wrong_line_is_answered_with_what_works(line, told, tune, capsys):
     assert captured.out == ""
     # AND a traceback is the user's own
     assert not re.search("tune_command.py|importlib", captured.err)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("watch --fail-if-wait 0 train.py", "most_waiting", 0.0),
+        ("watch --fail-if-wait 0.05 train.py", "most_waiting", 0.05),
+        ("run --fail-if-wait 100% train.py", "most_waiting", 1.0),
+        ("run --max-workers 1 train.py", "max_workers", 1),
+        ("tune train:make_numbers --max-workers 0", "max_workers", 0),
+        ("demo --latency 0", "latency", 0),
+    ],
+)
+def test_the_least_and_the_most_are_taken(line, name, value):
+    command, *arguments = line.split()
+    assert Command.all[command].parsed(arguments).keywords[name] == value
 
 
 SHAPES = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
