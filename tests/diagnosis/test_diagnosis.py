@@ -349,7 +349,10 @@ RATIO = Interval(value=2.31, low=2.2, high=2.42, count=4)
         ((0.8, 0.7, 0.9), Answer.SLOWER),
         ((1.1, 0.9, 1.3), Answer.NOT_SHOWN),
         ((1.02, 1.001, 1.04), Answer.NOT_SHOWN),  # the limit is written as 1.00x
-        ((0.997, 0.985, 1.01), Answer.EQUAL),
+        ((1.03, 1.005, 1.06), Answer.NOT_SHOWN),
+        ((1.0, 0.98, 1.02), Answer.EQUAL),
+        ((1.0, 0.979, 1.02), Answer.NOT_SHOWN),
+        ((1.0, 0.98, 1.021), Answer.NOT_SHOWN),
         ((12.0, 3.5, 41.0), Answer.FASTER),
         ((0.03, 0.0, 0.4), Answer.SLOWER),
         ((1.5, float("-inf"), float("inf")), Answer.UNSURE),
@@ -362,11 +365,15 @@ def test_a_gain_is_claimed_where_rounds_show_it(ratio, row):
 
 TEXTS = {
     units.rate_text: {1234.4: "1,234/s", 0.7891: "0.789/s", 123_456: "123k/s",
-                      1_234_567: "1.23M/s", float("inf"): "inf/s", None: "-"},
+                      1_234_567: "1.23M/s", 99_949: "99,949/s", 99_950: "100k/s", 999_499: "999k/s",
+                      999_500: "1.00M/s", 99.95: "100/s", 9.995: "10.0/s", 0.9995: "1.00/s",
+                      float("inf"): "inf/s", None: "-"},
     units.share_text: {0.004: "0.4%", 0.0095: "1%", 0.124: "12%", 0.0: "0%", None: "-"},
-    units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB", 512: "512 B", None: "-"},
+    units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB", 512: "512 B", None: "-",
+                       3 << 40: "3 TiB", 1 << 10: "1 KiB", 1 << 20: "1 MiB", 1 << 30: "1 GiB"},
     units.seconds_text: {0.00004: "40 us", 0.0004: "0.4 ms", 0.012: "12 ms", 1.234: "1.23 s",
-                         45: "45 s", 200: "3 min 20 s", 0.0: "0 ms", None: "-"},
+                         45: "45 s", 200: "3 min 20 s", 0.0: "0 ms", None: "-", 119.5: "2 min 0 s",
+                         0.9995: "1.00 s", 9.95: "10 s", 0.00995: "10 ms", 0.0000995: "0.1 ms"},
     units.ratio_text: {
         RATIO: "2.31x (2.20x to 2.42x)",
         Interval(value=12.0, low=3.5, high=41.0, count=2): "at least 3.50x",
