@@ -77,6 +77,7 @@ NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5
 CASES = {
     "the CPU": ("cpu", {}, "100 ms of CPU to load, 15 ms to train.", "Speed up the transforms"),
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms to train.", ""),
+    "a fetch that no clock saw": ("cpu", {"wait_share": 0.01, "fetch_s": None}, "", ""),
     "all cores in use": ("cpu", {**READS, "cpu_share": 0.97}, "97% of 4 cores are busy.", ""),
     "a loop that hardly steps": ("cpu", {"wait_share": 0.97}, "at most 2.00x as fast", ""),
     "a slow stage": ("cpu", {"stages": STAGES},
@@ -108,8 +109,8 @@ CASES = {
         ""),
     "a step beside other processes": ("cpu", {**LONG_STEP, "foreign_cpu_share": 0.4},
         "20% of the time. Other processes used 40% of the CPU. With instant data", ""),
-    "transfers": ("transfer", {"receive_s": 0.02},
-        "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
+    "transfers": ("transfer", {"receive_s": 0.02, "batch_bytes": 1 << 20},
+        "Receiving a batch of 1 MiB takes 20 ms.", "uint8"),
     "batches without tensors": ("transfer", {"receive_s": 0.02, "batch_bytes": 0},
         "Receiving a batch takes 20 ms.", ""),
     "small batches": ("transfer", SMALL,
@@ -129,7 +130,8 @@ CASES = {
     "copies": ("copy", COPIES,
         "Copying a batch of 4 MiB to the device adds 10 ms to its step.",
         "DevicePrefetcher does it."),
-    "copies ahead": ("copy", {**COPIES, "config": replace(FOUR, device_prefetch=2)},
+    "copies ahead": ("copy",
+        {**COPIES, "config": replace(FOUR, device_prefetch=2), "batch_bytes": 1 << 20},
         "adds 10 ms", "uint8"),
     "workers that copies do not hold up": ("storage", {**READS, "copy_s": 0.014, "fetch_s": 0.124},
         "", "Read larger"),
@@ -214,6 +216,7 @@ LIMITS = [
     (OF_TEN, "fetch_s", 0.002, "cpu", 0.0019, "in_memory"),
     (OF_MANY, "fetch_s", 0.005, "cpu", 0.0049, "in_memory"),
     ({"fetch_s": 0.04}, "copy_s", 0.008, "cpu", 0.0081, "copy"),
+    (READS, "fetch_queued_s", 0.099, "storage", 0.101, "cores"),
     (HANDED_OVER, "copy_s", 0.008, "transfer", 0.0081, "copy"),
     ({}, "trials", (failed("oom_killed", FOUR),), "cpu",
      (failed("oom_killed", replace(FOUR, prefetch_factor=3)),), "memory"),
@@ -324,6 +327,8 @@ def test_a_ceiling_that_was_passed_is_a_warning():
     assert Caution.CEILING_PASSED.said_by(result.warnings[-1])
     assert result.ceiling is None
     assert result.transfer_ceiling is None
+    # AND without a rate nothing is said
+    assert judged(replace(synthetic_result(), rate=None)).bottleneck.kind == "nothing"
 
 
 def test_the_evidence_of_a_burst_is_its_means():
@@ -373,7 +378,8 @@ TEXTS = {
                        3 << 40: "3 TiB", 1 << 10: "1 KiB", 1 << 20: "1 MiB", 1 << 30: "1 GiB"},
     units.seconds_text: {0.00004: "40 us", 0.0004: "0.4 ms", 0.012: "12 ms", 1.234: "1.23 s",
                          45: "45 s", 200: "3 min 20 s", 0.0: "0 ms", None: "-", 119.5: "2 min 0 s",
-                         0.9995: "1.00 s", 9.95: "10 s", 0.00995: "10 ms", 0.0000995: "0.1 ms"},
+                         0.9995: "1.00 s", 9.95: "10 s", 0.9: "900 ms",
+                         0.00995: "10 ms", 0.0000995: "0.1 ms"},
     units.ratio_text: {
         RATIO: "2.31x (2.20x to 2.42x)",
         Interval(value=12.0, low=3.5, high=41.0, count=2): "at least 3.50x",
