@@ -42,6 +42,7 @@ def test_json_brings_a_config_back(config):
 @given(configs, configs)
 def test_words_tell_different_configs_apart(one, other):
     assert (str(one) == str(other)) == (one == other)
+    assert str(LoaderConfig(num_workers=1, prefetch_factor=4)) == "1 worker, prefetch 4"
 
 
 def test_kwargs_name_only_what_has_an_effect():
