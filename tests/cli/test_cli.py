@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 import autotune_loader
 from autotune_loader import cli, demo
 from autotune_loader.cli.doctor import examination
+from autotune_loader.cli.parser import Command
 from autotune_loader.machine import nvml
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.machine.nvml import GpuUse
@@ -125,7 +126,8 @@ WRONG = {
     "--nothing": "no command '--nothing'; autotune-loader --help would work",
     "watch": "required: SCRIPT; autotune-loader watch train.py would work",
     "watch -o /dev/null/x.json train.py": "--output='/dev/null/x.json' cannot be written (Not ",
-    "run --max-workers -1 train.py": "'-1' must be an integer >= 1",
+    "run --max-workers 0 train.py": "'0' must be an integer >= 1",
+    "tune train:make_numbers --max-workers=-1": "'-1' must be an integer >= 0",
     "run --start-with /nope/x.json train.py": "/nope/x.json",
     "watch --fail-if-wait ten train.py": "'ten' must be between 0% and 100%, such as 5%",
     "run --fail-if-wait 110% train.py": "'110%' must be between",
@@ -161,6 +163,22 @@ def test_a_wrong_line_is_answered_with_what_works(line, told, tune, capsys):
     assert captured.out == ""
     # AND a traceback is the user's own
     assert not re.search("tune_command.py|importlib", captured.err)
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("watch --fail-if-wait 0 train.py", "most_waiting", 0.0),
+        ("watch --fail-if-wait 0.05 train.py", "most_waiting", 0.05),
+        ("run --fail-if-wait 100% train.py", "most_waiting", 1.0),
+        ("run --max-workers 1 train.py", "max_workers", 1),
+        ("tune train:make_numbers --max-workers 0", "max_workers", 0),
+        ("demo --latency 0", "latency", 0),
+    ],
+)
+def test_the_least_and_the_most_are_taken(line, name, value):
+    command, *arguments = line.split()
+    assert Command.all[command].parsed(arguments).keywords[name] == value
 
 
 SHAPES = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
@@ -369,6 +387,44 @@ def test_a_low_limit_is_named(files, cpus, environ, parts, tmp_path, monkeypatch
     told = examination(inspect_machine(root=tmp_path, environ=environ))
     assert [part for part in parts if part not in told] == []
     assert ("LOW cores" in told) == ("Too low: " in told) == ("LOW cores:" in parts)
+
+
+def cores_of(usable, most, host=64, ranks=1):
+    limits = [SimpleNamespace(value=host, source="os.cpu_count()")]
+    binding = SimpleNamespace(value=most, source="affinity")
+    return SimpleNamespace(usable=usable, ranks=ranks, binding=binding, inputs=limits)
+
+
+ENOUGH = {
+    "cores": cores_of(4, 4), "memory": SimpleNamespace(inputs=[]), "memory_budget_bytes": 2 << 30,
+    "shm": SimpleNamespace(free_bytes=(64 << 20) + 1, total_bytes=1 << 30), "open_files": 4096,
+}  # fmt: skip
+FULL_SHM = SimpleNamespace(free_bytes=64 << 20, total_bytes=1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "low", "told"),
+    [
+        ({}, "", "4 usable (64 os.cpu_count())"),
+        ({"cores": cores_of(3, 3)}, "cores", "taskset"),
+        ({"cores": cores_of(3, 5, ranks=2)}, "cores", "3 usable, shared by 2 ranks (64"),
+        ({"cores": cores_of(3, 5)}, "cores", "taskset"),
+        ({"cores": cores_of(3, 6)}, "cores", "start fewer ranks"),
+        ({"cores": cores_of(3, 3, host=6)}, "cores", "taskset"),
+        ({"cores": cores_of(3, 3, host=5)}, "", "3 usable (5"),
+        ({"memory_budget_bytes": (2 << 30) - 1}, "memory", "docker run --memory=16g"),
+        ({"shm": FULL_SHM}, "shared memory", "64 MiB of 1 GiB free"),
+        ({"shm": None}, "", "no /dev/shm"),
+        ({"open_files": 4095}, "open files", "ulimit -n 65536"),
+        ({"open_files": None}, "", "open files: no limit"),
+        ({"open_files": 1, "shm": FULL_SHM}, "shared memory, open files", "1 (soft RLIMIT_NOFILE)"),
+    ],
+)
+def test_a_limit_is_low_from_its_bound_on(changes, low, told):
+    text = " ".join(examination(SimpleNamespace(**{**ENOUGH, **changes})).split())
+    assert text.endswith(f" Too low: {low}." if low else " No limit is too low.")
+    assert text.count("to raise it: ") == text.count("LOW ") == len(low.split(", ")) * bool(low)
+    assert told in text
 
 
 def test_each_gpu_is_told_with_what_nvml_tells(monkeypatch):

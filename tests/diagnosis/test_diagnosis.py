@@ -8,6 +8,7 @@ import pytest
 from report.example import STAGES, exactly, ran, synthetic_result
 
 from autotune_loader.diagnosis import Answer, Caution, Evidence, diagnose, judged, units
+from autotune_loader.diagnosis.evidence import ready_s
 from autotune_loader.diagnosis.tables import answer
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
@@ -76,6 +77,7 @@ NO_IDLE_CORE = {"fetch_cpu_s": 0.04, "cpu_share": 0.45, "foreign_cpu_share": 0.5
 CASES = {
     "the CPU": ("cpu", {}, "100 ms of CPU to load, 15 ms to train.", "Speed up the transforms"),
     "the CPU beside a step": ("cpu", {"wait_share": 0.01, "step_s": 0.03}, "30 ms to train.", ""),
+    "a fetch that no clock saw": ("cpu", {"wait_share": 0.01, "fetch_s": None}, "", ""),
     "all cores in use": ("cpu", {**READS, "cpu_share": 0.97}, "97% of 4 cores are busy.", ""),
     "a loop that hardly steps": ("cpu", {"wait_share": 0.97}, "at most 2.00x as fast", ""),
     "a slow stage": ("cpu", {"stages": STAGES},
@@ -107,8 +109,8 @@ CASES = {
         ""),
     "a step beside other processes": ("cpu", {**LONG_STEP, "foreign_cpu_share": 0.4},
         "20% of the time. Other processes used 40% of the CPU. With instant data", ""),
-    "transfers": ("transfer", {"receive_s": 0.02},
-        "Receiving a batch of 4 MiB takes 20 ms.", "uint8"),
+    "transfers": ("transfer", {"receive_s": 0.02, "batch_bytes": 1 << 20},
+        "Receiving a batch of 1 MiB takes 20 ms.", "uint8"),
     "batches without tensors": ("transfer", {"receive_s": 0.02, "batch_bytes": 0},
         "Receiving a batch takes 20 ms.", ""),
     "small batches": ("transfer", SMALL,
@@ -128,7 +130,8 @@ CASES = {
     "copies": ("copy", COPIES,
         "Copying a batch of 4 MiB to the device adds 10 ms to its step.",
         "DevicePrefetcher does it."),
-    "copies ahead": ("copy", {**COPIES, "config": replace(FOUR, device_prefetch=2)},
+    "copies ahead": ("copy",
+        {**COPIES, "config": replace(FOUR, device_prefetch=2), "batch_bytes": 1 << 20},
         "adds 10 ms", "uint8"),
     "workers that copies do not hold up": ("storage", {**READS, "copy_s": 0.014, "fetch_s": 0.124},
         "", "Read larger"),
@@ -184,6 +187,117 @@ def test_a_bottleneck_has_figures_and_advice(kind, changes, words, advised):
     assert advice == () if advised is None else advised in "\n".join(advice)
 
 
+IN_TIME, ALONE = {"wait_share": 0.01}, LoaderConfig()
+A_SECOND = {"batch_size": 1000.0, "fetch_s": 4.0, "fetch_cpu_s": 3.0}
+OF_TEN, OF_MANY = (
+    {"config": ALONE, "batch_size": size, "samples_per_s": 100.0} for size in (10.0, 100.0)
+)
+
+# What differs, a figure at a limit with its kind, and beyond with another.
+LIMITS = [
+    ({}, "batches", 3, "cpu", 2, "too_short"),
+    ({}, "loader_share", 0.02, "cpu", 0.019, "little"),
+    ({"loader_share": 0.01}, "wait_share", 0.05, "little", 0.049, "cpu"),
+    (READS, "wait_share", 0.05, "storage", 0.049, "cpu"),
+    ({"wait_share": 0.1}, "starting_share", 0.1, "cpu", 0.11, "start_up"),
+    ({}, "starting_share", 0.25, "cpu", 0.26, "start_up"),
+    ({"samples_per_s": 950.0, "wait_share": 0.1},
+     "ceiling", exactly(1000.0), "step", exactly(1001.0), "cpu"),
+    ({"samples_per_s": 950.0},
+     "transfer_ceiling", exactly(1000.0), "transfer", exactly(1001.0), "cpu"),
+    ({"on_accelerator": True, **IN_TIME},
+     "ceiling", exactly(1250.0), "step", exactly(1251.0), "unclear"),
+    (IN_TIME, "cpu_share", 0.5, "cpu", 0.49, "unclear"),
+    (IN_TIME, "foreign_cpu_share", 0.25, "cpu", 0.26, "unclear"),
+    (READS, "cpu_share", 0.85, "storage", 0.86, "cpu"),
+    ({"fetch_s": 0.1}, "fetch_cpu_s", 0.06, "storage", 0.061, "cpu"),
+    ({"fetch_cpu_s": 0.001}, "fetch_s", 0.0256, "storage", 0.0255, "unclear"),
+    (A_SECOND, "receive_s", 0.3, "cpu", 0.31, "transfer"),
+    (OF_TEN, "fetch_s", 0.002, "cpu", 0.0019, "in_memory"),
+    (OF_MANY, "fetch_s", 0.005, "cpu", 0.0049, "in_memory"),
+    ({"fetch_s": 0.04}, "copy_s", 0.008, "cpu", 0.0081, "copy"),
+    (READS, "fetch_queued_s", 0.099, "storage", 0.101, "cores"),
+    (HANDED_OVER, "copy_s", 0.008, "transfer", 0.0081, "copy"),
+    ({}, "trials", (failed("oom_killed", FOUR),), "cpu",
+     (failed("oom_killed", replace(FOUR, prefetch_factor=3)),), "memory"),
+    ({}, "trials", (failed("oom_killed", TWELVE), ran(SIX, 1050.0)), "cpu",
+     (failed("oom_killed", TWELVE), ran(SIX, 1051.0)), "memory"),
+    ({}, "trials", (replace(failed("oom_killed"), predicted_samples_per_s=1050.0),), "cpu",
+     (replace(failed("oom_killed"), predicted_samples_per_s=1051.0),), "memory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "figure", "at", "kind", "beyond", "other"), LIMITS)
+def test_a_kind_has_its_limit(changes, figure, at, kind, beyond, other):
+    assert diagnose(evidence(**{**changes, figure: at}))[0].kind == kind
+    assert diagnose(evidence(**{**changes, figure: beyond}))[0].kind == other
+
+
+BUSY = {"foreign_cpu_share": 0.3}
+SLEPT, COMPUTED = (
+    ran(TWELVE, 1.0, service_s=0.1, service_cpu_s=cpu_s, **BUSY) for cpu_s in (0.01, 0.05)
+)
+WHOLE = {**QUEUED, "fetch_cpu_s": 0.3}  # a fetch on several cores
+
+
+@pytest.mark.parametrize(
+    ("changes", "figure", "expected"),
+    [
+        ({}, "lost_s", 0.016),
+        ({"ceiling": None}, "lost_s", 0.017),
+        ({"ceiling": None, "step_s": None}, "lost_s", 0.032),
+        ({}, "fetching_share", 0.859375),
+        ({"fetch_s": 0.2}, "fetching_share", 1.0),
+        ({"config": ALONE}, "fetching_share", 1.0),
+        ({"copy_s": 0.01}, "saved_s", 0.0045),
+        ({"copy_s": 0.01, "config": ALONE}, "saved_s", 0.01),
+        ({"ceiling": exactly(900.0)}, "headroom", 0.0),
+        ({"ceiling": None, "wait_share": 1.0}, "headroom", None),
+        ({"transfer_ceiling": exactly(1700.0)}, "handed_over", None),
+        ({"transfer_ceiling": exactly(1699.0)}, "handed_over", exactly(1699.0)),
+        ({}, "waiting", None),
+        ({**QUEUED, "wait_share": 0.0}, "waiting", None),
+        (QUEUED, "waiting", (0.470109, 0.489130, 0.040761)),
+        ({**QUEUED, **LOOP_QUEUED}, "waiting", (0.28125, 0.5625, 0.15625)),
+        ({**QUEUED, "config": ALONE}, "waiting", (0.434783, 0.521739, 0.043478)),
+        (WHOLE, "waiting", (0.732143, 0.267857, 0.0)),
+        ({"fetch_s": None}, "computing_share", 1.0),
+        (READS, "computing_share", 1 / 11),
+    ],
+)
+def test_evidence_derives_figures(changes, figure, expected):
+    found = getattr(evidence(**changes), figure)
+    is_exact = expected is None or isinstance(expected, Interval)
+    assert found == (expected if is_exact else pytest.approx(expected, abs=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("trials", "config"),
+    [
+        ((ran(SIX, 1.0), ran(FOUR, 1.0, foreign_cpu_share=0.25), ran(TWELVE, 1.0)), FOUR),
+        ((ran(SIX, 1.0), ran(FOUR, 1.0, **BUSY)), SIX),
+        ((ran(SIX, 1.0, service_cpu_s=0.001, **BUSY), SLEPT, COMPUTED), TWELVE),
+        ((), FOUR),
+    ],
+)
+def test_a_fetch_is_judged_where_it_was_undisturbed(trials, config):
+    found = evidence(trials=trials).undisturbed
+    assert found.config == config
+    assert found.fetch_cpu_s in (0.05, 0.07, 0.10)
+
+
+@pytest.mark.parametrize(
+    ("waits", "receive_s"), [((9, 2, 4, -9), 3.0), ((9, 2, -9, -9), 0.0), ((), 0.001)]
+)
+def test_a_ready_batch_takes_its_median(waits, receive_s):
+    # GIVEN batches that were whole as the loop asked for them, or 9 s later
+    traces = tuple(
+        BatchTrace(0, 0.0, 1.0, 1.0 if wait > 0 else 10.0, 0.1, 1, 1.0, 1.0 + abs(wait), 99.0)
+        for wait in waits
+    )
+    assert ready_s(ran(FOUR, 1.0, traces=traces).measurement) == receive_s
+
+
 @pytest.mark.parametrize(
     ("parent", "config"),
     [
@@ -213,6 +327,8 @@ def test_a_ceiling_that_was_passed_is_a_warning():
     assert Caution.CEILING_PASSED.said_by(result.warnings[-1])
     assert result.ceiling is None
     assert result.transfer_ceiling is None
+    # AND without a rate nothing is said
+    assert judged(replace(synthetic_result(), rate=None)).bottleneck.kind == "nothing"
 
 
 def test_the_evidence_of_a_burst_is_its_means():
@@ -238,7 +354,10 @@ RATIO = Interval(value=2.31, low=2.2, high=2.42, count=4)
         ((0.8, 0.7, 0.9), Answer.SLOWER),
         ((1.1, 0.9, 1.3), Answer.NOT_SHOWN),
         ((1.02, 1.001, 1.04), Answer.NOT_SHOWN),  # the limit is written as 1.00x
-        ((0.997, 0.985, 1.01), Answer.EQUAL),
+        ((1.03, 1.005, 1.06), Answer.NOT_SHOWN),
+        ((1.0, 0.98, 1.02), Answer.EQUAL),
+        ((1.0, 0.979, 1.02), Answer.NOT_SHOWN),
+        ((1.0, 0.98, 1.021), Answer.NOT_SHOWN),
         ((12.0, 3.5, 41.0), Answer.FASTER),
         ((0.03, 0.0, 0.4), Answer.SLOWER),
         ((1.5, float("-inf"), float("inf")), Answer.UNSURE),
@@ -251,11 +370,16 @@ def test_a_gain_is_claimed_where_rounds_show_it(ratio, row):
 
 TEXTS = {
     units.rate_text: {1234.4: "1,234/s", 0.7891: "0.789/s", 123_456: "123k/s",
-                      1_234_567: "1.23M/s", float("inf"): "inf/s", None: "-"},
+                      1_234_567: "1.23M/s", 99_949: "99,949/s", 99_950: "100k/s", 999_499: "999k/s",
+                      999_500: "1.00M/s", 99.95: "100/s", 9.995: "10.0/s", 0.9995: "1.00/s",
+                      float("inf"): "inf/s", None: "-"},
     units.share_text: {0.004: "0.4%", 0.0095: "1%", 0.124: "12%", 0.0: "0%", None: "-"},
-    units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB", 512: "512 B", None: "-"},
+    units.bytes_text: {45 << 20: "45 MiB", (5 << 30) // 4: "1.25 GiB", 512: "512 B", None: "-",
+                       3 << 40: "3 TiB", 1 << 10: "1 KiB", 1 << 20: "1 MiB", 1 << 30: "1 GiB"},
     units.seconds_text: {0.00004: "40 us", 0.0004: "0.4 ms", 0.012: "12 ms", 1.234: "1.23 s",
-                         45: "45 s", 200: "3 min 20 s", 0.0: "0 ms", None: "-"},
+                         45: "45 s", 200: "3 min 20 s", 0.0: "0 ms", None: "-", 119.5: "2 min 0 s",
+                         0.9995: "1.00 s", 9.95: "10 s", 0.9: "900 ms",
+                         0.00995: "10 ms", 0.0000995: "0.1 ms"},
     units.ratio_text: {
         RATIO: "2.31x (2.20x to 2.42x)",
         Interval(value=12.0, low=3.5, high=41.0, count=2): "at least 3.50x",

@@ -137,19 +137,36 @@ def test_a_report_says_all_within_80_columns(result):
     assert "15 trials in 24 s." in told
 
 
+WRAPPED = """
+            12       16 pinned,          123k   123k–123k      -  12% 640 MiB
+                        persistent,
+                        out of
+                        order,
+                        forkserver,
+                        batch 1024
+            40        2"""
+
+
 def test_many_options_are_wrapped_and_rows_are_cut():
     much = LoaderConfig(
         num_workers=12, prefetch_factor=16, pin_memory=True, persistent_workers=True,
         in_order=False, multiprocessing_context="forkserver", batch_size=1024,
     )  # fmt: skip
     many = tuple(ran(LoaderConfig(num_workers=n + 1), 100.0 + n, n) for n in range(40))
-    text = configurations_of(replace(SMALL, trials=(*TRIED, ran(much, 123456.0, 60), *many)))
+    result = replace(SMALL, trials=(*TRIED, ran(much, 123456.0, 60), *many))
+    text = configurations_of(result)
     assert max(map(len, text.splitlines())) <= 80
-    for word in ("pinned,", "persistent,", "forkserver,", "batch 1024"):
-        assert word in text
+    assert WRAPPED in text
+    assert max(map(len, configurations_of(result, 90).splitlines())) == 90
     assert "29 more configurations in result.to_dataframe()" in text.splitlines()
     # AND what is marked is never cut
-    assert re.findall(r"^(\w+) +\d", text, re.MULTILINE) == ["equal", "chosen", "before", "failed"]
+    marks = re.compile(r"^(\w+) +\d+ +[\d-]+ ", re.MULTILINE)
+    assert marks.findall(text) == ["equal", "chosen", "before", "failed"]
+    # AND of those that failed at most half of the rows are shown
+    broken = tuple(ran(LoaderConfig(num_workers=n + 50), FULL, n) for n in range(9))
+    text = configurations_of(replace(SMALL, trials=(*TRIED, *many, *broken)))
+    assert marks.findall(text).count("failed") == 8
+    assert "37 more configurations in result.to_dataframe()" in text.splitlines()
 
 
 PRINTED = """\

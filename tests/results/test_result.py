@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report.example import synthetic_result
+from report.example import ran, synthetic_result
 from torch.utils.data import DataLoader
 
 from autotune_loader.machine.facts import Fingerprint
@@ -168,6 +168,20 @@ def test_a_file_holds_nothing_that_has_its_default():
     assert plain["baseline"] == plain["trials"][0]["config"] == {"num_workers": 0}
     assert "failure" not in plain["trials"][0]
     assert plain["tuned_at"].startswith("20")
+    assert Finding(kind="a", sentence="b").to_plain() == {"kind": "a", "sentence": "b"}
+
+
+def test_rounds_tell_more_than_trials_alone():
+    alone = (ran(BEST, 1.0), ran(BEST, 2.0, 1))
+    trials = (*alone, *(ran(BEST, 3.0 + n, 2 + n, n) for n in range(2)), FAILED)
+    result = finished_run(trials=(*trials, ran(LoaderConfig(), 9.0, 4, 1)))
+    assert result.rates_of(BEST) == {0: 3.0, 1: 4.0}
+    assert result.measurement_of(BEST).samples_per_s.value == 3.5
+    assert result.measurement_of(LoaderConfig()).samples_per_s.value == 9.0
+    assert result.measurement_of(FAILED.config) is None
+    # AND without rounds it is the last, whether workers are kept or not
+    result = finished_run(trials=alone)
+    assert result.measurement_of(replace(BEST, persistent_workers=False)) == alone[1].measurement
 
 
 def test_a_crash_while_writing_keeps_the_old_file(path):
@@ -214,7 +228,10 @@ def kwargs(**values):
 NO_OUTCOME = [{"number": 0, "config": {}, "role": "search"}]
 REFUSED = [
     ({"schema_version": 2}, "schema_version=2, newer than 1.*a newer release of autotune_loader"),
-    ({"schema_version": None}, "schema_version=None"),
+    ({"schema_version": None}, ": schema_version=None, and this release writes 1; write one"),
+    ({"schema_version": 0}, ": schema_version=0, and"),
+    (b"[1]", ": schema_version=None, and"),
+    (b'{"schema_version": 1}', ": 'dataloader_kwargs' is missing; write one"),
     (b'{"schema_version": 1, "status": "comp', ""),
     (bytes(range(256)), ""),
     (b"[" * 100_000, ""),

@@ -42,6 +42,7 @@ def test_json_brings_a_config_back(config):
 @given(configs, configs)
 def test_words_tell_different_configs_apart(one, other):
     assert (str(one) == str(other)) == (one == other)
+    assert str(LoaderConfig(num_workers=1, prefetch_factor=4)) == "1 worker, prefetch 4"
 
 
 def test_kwargs_name_only_what_has_an_effect():
@@ -56,27 +57,31 @@ def test_kwargs_name_only_what_has_an_effect():
 
 
 @pytest.mark.parametrize(
-    ("values", "kind"),
+    ("values", "kind", "works"),
     [
-        ({"num_workers": -1}, ValueError),
-        ({"num_workers": 1.5}, TypeError),
-        ({"num_workers": 2, "prefetch_factor": 0}, ValueError),
-        ({"prefetch_factor": 2}, ValueError),
-        ({"persistent_workers": True}, ValueError),
-        ({"in_order": False}, ValueError),
-        ({"num_workers": 1, "multiprocessing_context": "thread"}, ValueError),
-        ({"pin_memory": 1}, TypeError),
-        ({"batch_size": 0}, ValueError),
-        ({"device_prefetch": -1}, ValueError),
+        ({"num_workers": -1}, ValueError, "num_workers=1"),
+        ({"num_workers": 1.5}, TypeError, "num_workers=1"),
+        ({"num_workers": True}, TypeError, "num_workers=1"),
+        ({"num_workers": 2, "prefetch_factor": 0}, ValueError, "prefetch_factor=1"),
+        ({"prefetch_factor": 2}, ValueError, "prefetch_factor=None num_workers=1"),
+        ({"persistent_workers": True}, ValueError, "persistent_workers=False num_workers=1"),
+        ({"in_order": False}, ValueError, "in_order=True num_workers=1"),
+        ({"num_workers": 1, "multiprocessing_context": "thread"}, ValueError,
+         "multiprocessing_context='fork'"),
+        ({"num_workers": 1, "multiprocessing_context": "span"}, ValueError,
+         "multiprocessing_context='spawn'"),
+        ({"pin_memory": 1}, TypeError, "pin_memory=False"),
+        ({"batch_size": 0}, ValueError, "batch_size=1"),
+        ({"device_prefetch": -1}, ValueError, "device_prefetch=1"),
     ],
     ids=str,
-)
-def test_a_wrong_value_names_one_that_works(values, kind):
+)  # fmt: skip
+def test_a_wrong_value_names_one_that_works(values, kind, works):
     name, value = list(values.items())[-1]
     with pytest.raises(kind, match=re.escape(f"{name}={value!r}")) as caught:
         LoaderConfig(**values)
     # AND the values that it proposes do work
     proposals = re.findall(r"(\w+)=([^\s;,]+)", re.split(r"; (?:use )?", str(caught.value))[-1])
-    assert proposals
+    assert " ".join(map("=".join, proposals)) == works
     for proposed_name, proposed in proposals:
         LoaderConfig(**{**values, proposed_name: eval(proposed)})

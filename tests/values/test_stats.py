@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autotune_loader.values import (
     Effects,
+    Interval,
     Round,
     correlated_mean_interval,
     mean_interval,
@@ -36,6 +37,58 @@ def test_a_mean_has_the_textbook_interval():
     assert 3.0 - interval.low == pytest.approx(interval.high - 3.0)
     # AND of a single value nothing more is known
     assert mean_interval([2.0]).high == math.inf
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "text"),
+    [
+        (10.0, 0.0, 20.0, "10.0 (0.00 to 20.0)"),
+        (10.0, -0.1, 20.0, "10.0"),
+        (100.0, 99.96, 1234.5, "100"),
+        (1234.5, 99.94, 1300, "1,234 (99.9 to 1,300)"),
+        (1.0, -math.inf, math.inf, "1.00"),
+    ],
+)
+def test_an_interval_has_limits_that_tell(value, low, high, text):
+    assert str(Interval(value=value, low=low, high=high, count=3)) == text
+
+
+PAIRED = [(103, 100), (111, 105), (98, 97), (102, 100)]
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [  # each worked out by its formula for two sides, apart from the code
+        (lambda two: two.ratio("a", "b"), (1.029216, 0.901002, 1.175675)),
+        (lambda two: two.ratio("a", "b", 0.9), (1.029216, 0.917105, 1.155031)),
+        (lambda two: two.rate("a"), (103.3943, 98.27316, 108.7823)),
+        (lambda two: two.rate("a", 5), (103.3943, 95.73482, 111.6666)),
+    ],
+)
+def test_rates_and_ratios_are_their_formulas(said, ends):
+    found = said(Effects(rounds_of(PAIRED)))
+    assert (found.value, found.low, found.high) == pytest.approx(ends, rel=1e-6)
+    assert found.count == 4
+    # AND two rounds of a side alone have one degree of freedom, beside the two known before
+    alone = Effects([Round(rates={"c": 9.0}), Round(rates={"c": 9.9})]).rate("c")
+    assert alone.high / alone.value == pytest.approx(math.exp(0.161366), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("period", "mean", "half"),
+    [
+        (1, 3.25, 0.676079),
+        (2, 3.233333, 0.682666),
+        (3, 3.285714, 0.570827),
+        (4, 3.346154, 0.658275),
+    ],
+)
+def test_a_correlated_mean_has_its_formulas_ends(period, mean, half):
+    series = [1.0, 3, 2, 5, 4, 2, 6, 1, 3, 4, 4, 2, 5, 3, 1, 6]
+    found = correlated_mean_interval(series, period)
+    assert found.value == pytest.approx(mean, rel=1e-5)
+    assert found.high - found.value == pytest.approx(half, rel=1e-5)
+    assert found.value - found.low == pytest.approx(half, rel=1e-5)
 
 
 def test_a_series_without_correlation_has_the_plain_interval():
