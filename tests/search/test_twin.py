@@ -149,6 +149,43 @@ def test_a_step_on_cores_is_slowed_as_shown():
     assert twin.predict([with_workers(2)]).samples_per_s[0] == pytest.approx(8 / 0.031, rel=0.08)
 
 
+WAVES = 1 + 0.5 * np.sin(np.arange(90.0))
+CONTENDING = [
+    observation(
+        count, (0.04 + 0.002 * count) * WAVES, 0.004 + 0.0006 * count, 0.001 + 0.0001 * count,
+        cpu_s=(0.03 + 0.001 * count) * WAVES, at_work=at_work, pin_s=0.003 * (count > 0),
+    )
+    for count, at_work in {0: 0.0, 1: 0.9, 4: 3.6, 8: 7.5}.items()
+]  # fmt: skip
+BUSY = Context(usable_cores=4, step_cores=2.0, step_s=0.0035, fetch_cpu_s=0.032)
+PREDICTED = [with_workers(*each) for each in ((0, 1), (1, 1), (2, 2), (4, 8), (6, 2), (16, 4))]
+MEASURED = [
+    # bursts, cores: samples/s, shares of the time in which the loop works, and workers of use
+    (
+        CONTENDING, 4, [177.53, 208.47, 435.93, 657.96, 668.93, 679.19],
+        [0.1110, 0.1525, 0.3167, 0.6322, 0.7668, 1.0], 9,
+    ),
+    (
+        CONTENDING, 8, [177.53, 208.47, 435.93, 803.32, 1009.02, 1107.3],
+        [0.1110, 0.1525, 0.3167, 0.5832, 0.7347, 1.0], 9,
+    ),
+    (
+        CONTENDING[:1], 4, [177.53, 194.83, 384.16, 673.66, 735.85, 744.82],
+        [0.1110, 0.1096, 0.2161, 0.4644, 0.6223, 1.0], 10,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bursts", "cores", "rates", "uses", "useful"), MEASURED)
+def test_predictions_are_those_that_studies_judged(bursts, cores, rates, uses, useful):
+    # GIVEN arithmetic that `studies/regret` has measured THEN nobody changes it unawares
+    twin = Twin(bursts, BUSY)
+    found = twin.predict(PREDICTED, cores)
+    assert found.samples_per_s == pytest.approx(rates, rel=1e-4)
+    assert found.loop_use == pytest.approx(uses, rel=1e-3)
+    assert twin.useful_workers == useful
+
+
 @pytest.mark.parametrize(("tail", "waits"), [(1.0, False), (12.0, True)])
 def test_workers_that_keep_up_have_filled_queues(tail, waits):
     # GIVEN 18 workers that deliver 1.04 times what the loop takes, each 33rd batch perhaps slower

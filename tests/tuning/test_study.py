@@ -18,7 +18,7 @@ from autotune_loader.search.sampler import ROUND, TwinSampler
 from autotune_loader.search.space import BatchCost, Context, Limits, Space
 from autotune_loader.tuning import run as job
 from autotune_loader.tuning.assemble import assembled, choice_of
-from autotune_loader.tuning.bursting import CLONED_S, Budget, Bursts
+from autotune_loader.tuning.bursting import CLONED_S, ROUND_BURST, Budget, Bursts
 from autotune_loader.tuning.study import MOST_REPEATS, open_study
 from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import (
@@ -239,11 +239,6 @@ def test_another_sampler_leaves_time_for_rounds(values):
     assert all(trial.measurement for trial in found.trials)
     assert found.belief.rounds
     assert clock() <= 22
-
-
-def test_bursts_of_slow_batches_last_some_turns():
-    found, _ = search_on(SimulatedMachine(cpu_s=0.5), budget_s=20.0)
-    assert max(each.measurement.window_s for each in found.trials) > 2.0
 
 
 NO_CEILING = SimulatedMachine(step_s=0.005, noise_sd=0.03)
@@ -508,40 +503,90 @@ def test_workers_start_as_in_training_where_that_counts(epoch_batches, is_kept, 
     assert probe.anew == (numbers[:1] if is_once else numbers)
 
 
-@pytest.mark.parametrize(("method", "most_s"), [("fork", 0.75), ("spawn", 0.4)])
-def test_queues_are_filled_before_a_round(method, most_s):
-    # GIVEN workers that were enough, whose start took 3 s, for which a round does not wait
-    machine, plans = SimulatedMachine(cores=2, cpu_s=0.01, step_s=0.03), []
-    config = with_workers(3, 8, multiprocessing_context=method)
+def planned(config, *trials, round_=None, budget_s=60.0, first_batch_s=0.02, **context):
+    """How a burst is run on two cores, after these."""
+    plans, failure = [], Failure(kind="deadline", phase="start", message="no")
+    probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or failure)
+    context, budget = Context(**{"usable_cores": 2, **context}), Budget(budget_s, FakeClock())
+    Bursts(probe, context, budget, lambda: trials, first_batch_s).run(config, 9, round_)
+    return plans[0]
+
+
+FILLED = {
+    # start method, seconds of the first batch, cores, of the step, prefetch: seconds, and batches
+    "as long as the workers take": ("fork", 0.1, 2, 1.0, 8, (0.1, 7)),
+    "a long start is not waited for": ("fork", 3.0, 2, 1.0, 8, (0.75, 0)),
+    "clones": ("spawn", 3.0, 2, 1.0, 8, (CLONED_S, 8)),
+    "half of the cores are busy": ("fork", 0.1, 8, 1.0, 8, (0.0, 0)),
+    "more are, with the step": ("fork", 0.1, 8, 1.1, 8, (0.1, 7)),
+    "shallow queues": ("fork", 0.1, 2, 1.0, 2, (0.1, 1)),
+    "queues that were full": ("fork", 0.1, 2, 1.0, 1, (0.0, 0)),
+}
+
+
+@pytest.mark.parametrize("case", FILLED.values(), ids=FILLED)
+def test_queues_are_filled_before_a_round(case):
+    # GIVEN three workers that compute, and were enough
+    method, first_batch_s, cores, step_cores, prefetch, (seconds, batches) = case
+    machine = SimulatedMachine(cores=cores, cpu_s=0.01, step_s=0.03)
+    config = with_workers(3, prefetch, multiprocessing_context=method)
     [trial] = simulated_trials(machine, config)
-    trial = replace(trial, measurement=replace(trial.measurement, first_batch_s=3.0))
-    probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or trial.measurement)
-    context, budget = Context(usable_cores=2, step_cores=1.0), Budget(60.0, FakeClock())
-    Bursts(probe, context, budget, lambda: [trial], 0.02).run(config, 1, 0)
-    least_s = min(CLONED_S + 8 * trial.measurement.service_s, most_s)
-    assert least_s <= plans[0].prefill_s <= most_s
+    took = replace(
+        trial.measurement, first_batch_s=first_batch_s, service_cpu_s=0.01, service_s=0.01
+    )
+    context = {"usable_cores": cores, "step_cores": step_cores}
+    plan = planned(config, replace(trial, measurement=took), round_=0, **context)
+    assert plan.prefill_s == pytest.approx(seconds + batches * 0.01)
+    assert plan.max_s == ROUND_BURST.max_s
+
+
+TURNS = {
+    # workers, cores: seconds of some turns of them, at least and at most
+    "as the most similar took": (4, 4, (0.45, 0.6)),
+    "more of them share the cores": (4, 2, (0.63, 0.63)),
+    "the nearest is another": (12, 2, (2.25, 2.25)),
+    "no longer than 3 s": (64, 2, (3.0, 3.0)),
+    "none": (0, 2, (0.3, 0.6)),
+}
+
+
+@pytest.mark.parametrize(("workers", "cores", "lasts"), TURNS.values(), ids=TURNS)
+def test_a_burst_lasts_some_turns_of_workers(workers, cores, lasts):
+    # GIVEN bursts of 2 workers that took 100 ms for a batch, 40 of them computing, and of 8
+    took = {2: (0.1, 0.04), 8: (0.4, 0.2), 0: (9.0, 9.0)}
+    shape = simulated_trials(SimulatedMachine(), TWO)[0].measurement
+    seen = [
+        Trial.of(0, with_workers(count), replace(shape, service_s=wall_s, service_cpu_s=cpu_s))
+        for count, (wall_s, cpu_s) in took.items()
+    ]
+    plan = planned(with_workers(workers), *seen, usable_cores=cores)
+    assert (plan.min_s, plan.max_s) == pytest.approx(lasts)
 
 
 DEADLINES = {
-    # start method, workers, first batch, start of a process, budget: seconds at least and at most
-    "a fast batch": ("fork", 2, 0.022, 2.0, 20.0, (5.0, 20.0 / 3)),
-    "a long budget": ("fork", 2, 0.022, 2.0, 600.0, (5.0, 10.0)),
-    "many workers": ("fork", 64, 0.022, 2.0, 600.0, (30.0, 60.0)),
-    "a slow batch": ("fork", 2, 22.0, 2.0, 20.0, (88.0, 100.0)),
-    "a slow import": ("spawn", 2, 0.022, 10.0, 60.0, (20.0, 25.0)),
-    "clones": ("forkserver", 8, 0.022, 3.0, 30.0, (10.0, 12.0)),
+    # start method, workers, first batch, start of a process, budget, seconds of an earlier burst
+    "a fast batch": ("fork", 2, 0.02, 2.0, 20.0, 0.0, 20.0 / 3),
+    "a long budget": ("fork", 2, 0.02, 2.0, 600.0, 0.0, 7.4),
+    "many workers": ("fork", 64, 0.02, 2.0, 600.0, 0.0, 10 * (3.2 + 2 * 0.33 + 0.6)),
+    "a slow batch": ("fork", 2, 22.0, 2.0, 20.0, 0.0, 2 * 44.7),
+    "a slow import": ("spawn", 2, 0.02, 10.0, 60.0, 0.0, 2 * 10.64),
+    "clones": ("forkserver", 8, 0.02, 3.0, 600.0, 0.0, 10 * (3.8 + 2 * 0.05 + 0.6)),
+    "a short budget": ("fork", 2, 0.02, 2.0, 3.0, 0.0, 5.0),
+    "a slow burst": ("fork", 2, 0.02, 2.0, 60.0, 1.5, 15.0),
 }
 
 
 @pytest.mark.parametrize("case", DEADLINES.values(), ids=DEADLINES)
 def test_a_hang_is_told_from_a_slow_start(case):
-    method, workers, first_batch_s, start_s, budget_s, (least_s, most_s) = case
-    plans, failure = [], Failure(kind="deadline", phase="start", message="no")
-    probe = SimpleNamespace(burst=lambda config, plan: plans.append(plan) or failure)
-    context, budget = Context(usable_cores=2, start_s=start_s), Budget(budget_s, FakeClock())
-    bursts = Bursts(probe, context, budget, list, first_batch_s)
-    bursts.run(with_workers(workers, multiprocessing_context=method), 0)
-    assert least_s <= plans[0].deadline_s <= most_s
+    method, workers, first_batch_s, start_s, budget_s, took_s, deadline_s = case
+    known = {"first_batch_s": first_batch_s, "start_s": start_s, "fetch_cpu_s": 0.01}
+    seen = [
+        Trial.of(0, NONE, simulated_trials(SimulatedMachine(), NONE)[0].measurement, seconds=took_s)
+    ]
+    config = with_workers(workers, multiprocessing_context=method)
+    assert planned(config, *seen, budget_s=budget_s, **known).deadline_s == pytest.approx(
+        deadline_s
+    )
 
 
 @pytest.mark.parametrize(
