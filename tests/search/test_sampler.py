@@ -183,16 +183,19 @@ def test_what_raises_is_not_proposed_again():
     assert study.best_value >= 0.98 * 6000
 
 
-@pytest.mark.parametrize("record", ["{}", "no JSON", 3, None])
-def test_an_unreadable_record_leaves_the_value(record):
+@pytest.mark.parametrize(
+    ("record", "rate"), [("{}", 500.0), ("no JSON", 500.0), (3, 500.0), (None, 0.5), (None, 0.0)]
+)
+def test_an_unreadable_record_leaves_the_value(record, rate):
     study = study_with(sampler := TwinSampler())
-    known = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": 500.0}
+    known = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": rate}
     attributes = {} if record is None else {RECORD: record}
     legal = sampler.space.distributions()
     study.add_trial(optuna.trial.create_trial(distributions=legal, user_attrs=attributes, **known))
     [trial] = sampler.trials(study)
     assert trial.config.num_workers == 3
-    assert trial.samples_per_s == 500.0
+    assert trial.samples_per_s == (rate or None)  # of none the objective has failed
+    assert (trial.failure is None) == (rate > 0)
 
 
 def test_a_burst_counts_that_optuna_was_not_told():

@@ -12,7 +12,7 @@ from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import simulate
 from autotune_loader.search.space import Context
 from autotune_loader.search.twin import Twin, _line
-from autotune_loader.values import BatchTrace, LoaderConfig, MemoryUse, Trial
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, MemoryUse, Trial
 from tests.support import (
     FakeClock,
     SimulatedMachine,
@@ -123,6 +123,28 @@ def test_workers_are_counted_while_all_are_seen():
     rate = burst.samples_per_s.value / burst.batch_size
     told = Observation.of(with_workers(3), burst)
     assert told.at_work == pytest.approx(min(rate * told.service_s.mean(), 3.0))
+
+
+@pytest.mark.parametrize(
+    ("workers", "batches", "kept", "steps"),
+    [(2, 6, [2, 3, 4, 5], [1, 2, 3, 4, 5]), (0, 6, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
+     (2, 5, [0, 1, 2, 3, 4], [1, 2, 3, 4]), (2, 4, [0, 1, 2, 3], [0, 1, 2, 3])],
+)  # fmt: skip
+def test_what_is_first_is_left_out_of_stages(workers, batches, kept, steps):
+    # GIVEN 1 s of the sampler, 2 of fetching, 1.2 of receipt, 2 of a step, and a loop between
+    traces = []
+    for i in range(batches):
+        at, worker = 10.0 * i, i % workers if workers else MAIN_PROCESS
+        whole, ended = at + 3 + 0.1 * i, at + 6.2 + 0.4 * i
+        times = at, whole + 1.2, ended
+        traces.append(BatchTrace(worker, at + 1, at + 2, whole, 0.5 + i, 8, *times))
+    found = Observation.of(with_workers(workers), replace(BURST, traces=tuple(traces)))
+    fetch_s = 2 if workers else 3
+    assert found.service_s == pytest.approx([fetch_s + 0.1 * i for i in kept])
+    assert found.cpu_s == pytest.approx([0.5 + i for i in kept])
+    assert found.receive_s == pytest.approx([1.2] * len(kept))
+    loop_s = 3.8 - 0.4 * (batches - 2) / 2
+    assert found.step_s == pytest.approx([2 + 0.3 * i + loop_s for i in steps])
 
 
 def observation(workers, service_s, step_s, receive_s=0.001, **more):
