@@ -13,6 +13,7 @@ import pytest
 
 from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
 from autotune_loader.diagnosis.judge import source_of
+from autotune_loader.diagnosis.units import counted
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.sampler import ROUND, TwinSampler
 from autotune_loader.search.space import BatchCost, Context, Limits, Space
@@ -220,6 +221,7 @@ def test_another_sampler_proposes_until_it_repeats_itself():
     )
     found, _ = search_on(FAST_STEP, sampler=sampler, own=None, space=space, budget_s=1000.0)
     assert found.study.sampler is sampler
+    assert " that ran " in assembled(found, 1.0).ended.sentence
     # THEN it ends with so many that are known, of which none is one too many
     ran = configs(found)
     last_new = max(place for place, config in enumerate(ran) if config not in ran[:place])
@@ -245,13 +247,21 @@ NO_CEILING = SimulatedMachine(step_s=0.005, noise_sd=0.03)
 TWO_KEEP_UP = SimulatedMachine(cpu_s=0.01, step_s=0.03)
 
 
-@pytest.mark.parametrize(
-    ("machine", "budget_s"), [(TWO_KEEP_UP, 60.0), (NO_CEILING, 8.0), (NO_CEILING, 60.0)]
-)
-def test_a_search_ends_at_ceiling_or_in_time(machine, budget_s):
+CPU_KEEPS_UP = replace(TWO_KEEP_UP, step_cores=1.0)
+ENDS = [
+    (TWO_KEEP_UP, 60.0, "as DataLoader can transfer batches."),
+    (CPU_KEEPS_UP, 60.0, "as the step alone."),
+    (NO_CEILING, 8.0, ""),
+    (NO_CEILING, 60.0, ""),
+]
+
+
+@pytest.mark.parametrize(("machine", "budget_s", "ceiling"), ENDS)
+def test_a_search_ends_at_ceiling_or_in_time(machine, budget_s, ceiling):
     found, clock = search_on(machine, budget_s=budget_s)
-    if machine is TWO_KEEP_UP:
+    if ceiling:
         assert found.ended is Ended.CEILING
+        assert assembled(found, 1.0).ended.sentence.endswith(ceiling)
         assert len(searched(found)) <= 8
     # THEN the time is kept, but for one round that was under way
     assert clock() < budget_s + 5
@@ -329,16 +339,22 @@ def test_what_only_an_earlier_run_allowed_is_left():
     assert odd not in [trial.config for trial in found.trials[before:]]
 
 
-@pytest.mark.parametrize(("copy_s", "is_pinned"), [(0.02, True), (0.001, False)])
-def test_batches_are_pinned_where_that_hands_over_more(copy_s, is_pinned):
+@pytest.mark.parametrize(
+    ("copy_s", "budget_s", "is_pinned"),
+    [(0.02, 15.0, True), (0.001, 10.0, False), (0.001, 9.9, True)],  # or where time is short
+)
+def test_batches_are_pinned_where_that_hands_over_more(copy_s, budget_s, is_pinned):
     machine = SimulatedMachine(
         cores=8, cpu_s=0.02, step_s=0.004, pin_s=0.008, copy_s=copy_s, batch_bytes=30_000_000
     )
-    found, clock = search_on(machine, own=TWO, budget_s=15.0)
+    found, clock = search_on(machine, own=TWO, budget_s=budget_s)
     others = [config for config in configs(found) if config.num_workers and config != TWO]
     assert {config.pin_memory for config in others} == {is_pinned}
     result = assembled(found, clock())
-    assert result.transfer_ceiling.value < result.ceiling.value
+    if budget_s < 10.0:
+        assert result.transfer_ceiling is None
+    else:
+        assert result.transfer_ceiling.value < result.ceiling.value
     # AND the user's own, which does not pin, stays as it is
     assert TWO in configs(found)
     pinned = {"num_workers": 2, "prefetch_factor": 2, "pin_memory": True}
@@ -364,6 +380,7 @@ def test_where_everything_fails_the_search_has_a_result(kind, after):
     assert len(found.trials) < after + 12
     assert clock() < 30.0 + 2 * 20.0
     [failed] = [each.sentence for each in result.warnings if Caution.FAILED.said_by(each)]
+    assert failed.startswith(counted(sum(t.failure is not None for t in found.trials), "trial"))
     assert "no more" in failed
     assert Ended.FALLBACK.said_by(result.ended) == (result.status == "fallback")
     # AND where nothing worked, torch's defaults
@@ -634,6 +651,7 @@ def test_a_batch_size_is_chosen_where_it_gains():
     search, _ = search_on(SimulatedMachine(), probe=PerBatch, space=SIZES, budget_s=30.0)
     found = assembled(search, 1.0)
     assert found.best.batch_size == found.batch_size == 64
+    assert found.ceiling is None  # it is of the user's own size
     # THEN it is compared with the user's own
     assert search.trials[0].config == TWO
     assert found.speedup.value > 1.5
