@@ -142,23 +142,7 @@ def test_a_larger_batch_needs_memory_of_its_samples():
     assert tight.veto(LoaderConfig(batch_size=4)) is None
 
 
-COSTS = {
-    "fewer workers": (with_workers(2), with_workers(3)),
-    "the user's batch size": (with_workers(8), with_workers(1, batch_size=64)),
-    "what is usual": (with_workers(2, pin_memory=True), with_workers(2)),
-    "a deeper queue that costs nothing": (with_workers(2, 8), with_workers(2, 4)),
-    "no workers": (with_workers(0), with_workers(1, 8)),
-    "a queue of less memory": (with_workers(33, 2), with_workers(33, 8)),
-}
-
-
-@pytest.mark.parametrize(("cheaper", "dearer"), COSTS.values(), ids=COSTS)
-def test_costs_are_compared_as_people_would(cheaper, dearer):
-    space = replace(RICH, limits=Limits(memory_bytes=64 << 30), batch=BatchCost(bytes=18 * MIB))
-    assert space.cost(space.as_kept(cheaper)) < space.cost(space.as_kept(dearer))
-
-
-def test_what_a_queue_takes_is_counted_in_doublings():
+def test_costs_are_size_workers_memory_settings_and_depth():
     # GIVEN batches of 18 MiB, of which torch locks 32, and a queue of 1 GiB that costs nothing
     space = Space(limits=Limits(memory_bytes=64 << 30), batch=BatchCost(bytes=18 * MIB, samples=32))
     assert space.cost(with_workers(33, 2)) == (False, 33, 1, False, -2)  # 67 batches, 1,206 MiB

@@ -1,6 +1,7 @@
 """The twin against closed forms, and against machines that are simulated event by event."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,26 +183,26 @@ CONTENDING = [
 BUSY = Context(usable_cores=4, step_cores=2.0, step_s=0.0035, fetch_cpu_s=0.032)
 PREDICTED = [with_workers(*each) for each in ((0, 1), (1, 1), (2, 2), (4, 8), (6, 2), (16, 4))]
 MEASURED = [
-    # bursts, cores: samples/s, shares of the time in which the loop works, and workers of use
+    # bursts, cores of the step, and of all: samples/s, shares of the time in which the loop works, and workers of use
     (
-        CONTENDING, 4, [177.53, 208.47, 435.93, 657.96, 668.93, 679.19],
+        CONTENDING, 2.0, 4, [177.53, 208.47, 435.93, 657.96, 668.93, 679.19],
         [0.1110, 0.1525, 0.3167, 0.6322, 0.7668, 1.0], 9,
     ),
     (
-        CONTENDING, 8, [177.53, 208.47, 435.93, 803.32, 1009.02, 1107.3],
+        CONTENDING, 2.0, 8, [177.53, 208.47, 435.93, 803.32, 1009.02, 1107.3],
         [0.1110, 0.1525, 0.3167, 0.5832, 0.7347, 1.0], 9,
     ),
     (
-        CONTENDING[:1], 4, [177.53, 194.83, 384.16, 673.66, 735.85, 744.82],
-        [0.1110, 0.1096, 0.2161, 0.4644, 0.6223, 1.0], 10,
+        CONTENDING[:1], 5.0, 4, [177.53, 194.50, 367.03, 599.61, 645.07, 662.79],
+        [0.1110, 0.1224, 0.2557, 0.5100, 0.6308, 1.0], 10,
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("bursts", "cores", "rates", "uses", "useful"), MEASURED)
-def test_predictions_are_those_that_studies_judged(bursts, cores, rates, uses, useful):
+@pytest.mark.parametrize(("bursts", "step_cores", "cores", "rates", "uses", "useful"), MEASURED)
+def test_predictions_are_those_that_studies_judged(bursts, step_cores, cores, rates, uses, useful):
     # GIVEN arithmetic that `studies/regret` has measured THEN nobody changes it unawares
-    twin = Twin(bursts, BUSY)
+    twin = Twin(bursts, replace(BUSY, step_cores=step_cores))
     found = twin.predict(PREDICTED, cores)
     assert found.samples_per_s == pytest.approx(rates, rel=1e-4)
     assert found.loop_use == pytest.approx(uses, rel=1e-3)
@@ -218,6 +219,29 @@ def test_workers_that_keep_up_have_filled_queues(tail, waits):
     # THEN the loop hardly waits in the long run, unless for the slow ones
     use = Twin([seen], Context(usable_cores=32)).predict([with_workers(18, 8)]).loop_use[0]
     assert (use < 0.95) == waits
+
+
+DEPTHS = {
+    # samples/s with 4 workers at each prefetch, and with 1 and 0: the shallowest that is enough
+    "never one, which would wait": ({1: 100.0, 2: 100.0, 4: 100.0, 8: 100.0}, {}, 2),
+    "unless all have one": ({1: 100.0}, {}, 1),
+    "by so much it may be slower": ({2: 99.6, 4: 100.0, 8: 100.0}, {}, 2),
+    "not by more": ({2: 99.4, 4: 100.0, 8: 100.0}, {}, 4),
+    "the deepest": ({4: 99.4, 8: 100.0}, {}, 8),
+    "the slow do not tell": ({2: 100.0, 4: 100.0}, {2: 70.0, 4: 79.0}, 2),
+    "those near the best do": ({2: 100.0, 4: 100.0}, {2: 80.0, 4: 81.0}, 4),
+    "without workers there is none": ({}, {}, 1),
+}
+
+
+@pytest.mark.parametrize(("four", "one", "needed"), DEPTHS.values(), ids=DEPTHS)
+def test_a_queue_is_as_deep_as_needed(monkeypatch, four, one, needed):
+    rates = {with_workers(0): 90.0}
+    for count, each in ((4, four), (1, one)):
+        rates.update({with_workers(count, depth): rate for depth, rate in each.items()})
+    twin, told = Twin(CONTENDING, BUSY), SimpleNamespace(samples_per_s=np.array([*rates.values()]))
+    monkeypatch.setattr(twin, "predict", lambda configs: told)
+    assert twin.needed_prefetch([*rates], 0.005) == needed
 
 
 def test_a_falling_line_ends_where_it_was_seen():
