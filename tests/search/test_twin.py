@@ -183,7 +183,8 @@ CONTENDING = [
 BUSY = Context(usable_cores=4, step_cores=2.0, step_s=0.0035, fetch_cpu_s=0.032)
 PREDICTED = [with_workers(*each) for each in ((0, 1), (1, 1), (2, 2), (4, 8), (6, 2), (16, 4))]
 MEASURED = [
-    # bursts, cores of the step, and of all: samples/s, shares of the time in which the loop works, and workers of use
+    # bursts, cores of the step, and of all:
+    # samples/s, shares of the time in which the loop works, and workers of use
     (
         CONTENDING, 2.0, 4, [177.53, 208.47, 435.93, 657.96, 668.93, 679.19],
         [0.1110, 0.1525, 0.3167, 0.6322, 0.7668, 1.0], 9,

@@ -79,7 +79,7 @@ def test_the_study_holds_every_burst():
     assert sum(result.best in each.rates for each in rounds) >= 2
 
 
-@pytest.mark.parametrize("storage", ["study.journal", "sqlite:///study.db"])
+@pytest.mark.parametrize("storage", ["new/folder/study.journal", "sqlite:///study.db"])
 def test_a_kept_study_is_continued_and_shared(storage, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     request.addfinalizer(functools.partial(os.umask, os.umask(0)))
@@ -91,7 +91,7 @@ def test_a_kept_study_is_continued_and_shared(storage, tmp_path, monkeypatch, re
     running = Space(also=(TWO,)).suggest(theirs.ask())
     assert len(first) >= 2
     assert running not in configs(before)
-    for path in tmp_path.glob("*.journal"):
+    for path in tmp_path.rglob("*.journal"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     # WHEN the same job is tuned with the same storage
     found, _ = search_on(FAST_STEP, study=open_study(storage), budget_s=4.0)
