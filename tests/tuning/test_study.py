@@ -70,6 +70,7 @@ def test_the_study_holds_every_burst():
     # AND the sampler that proposed is the study's, and pickled it is whole
     assert type(study.sampler) is TwinSampler
     assert result.study is study
+    assert " that ran " not in result.ended.sentence
     assert len(pickle.loads(pickle.dumps(study)).trials) == len(trials)
     # AND progress heard of everything
     assert [call.args[0] for call in told.trial.call_args_list] == trials
