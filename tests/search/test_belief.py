@@ -18,7 +18,7 @@ from autotune_loader.search.draws import (
 )
 from autotune_loader.search.observation import Observation
 from autotune_loader.search.space import BatchCost, Context, Limits, Space
-from autotune_loader.values import Failure, Trial
+from autotune_loader.values import Failure, Interval, Trial
 from tests.support import (
     FakeClock,
     SimulatedMachine,
@@ -27,6 +27,7 @@ from tests.support import (
     with_workers,
 )
 
+BARE = {"service_s": 0.0, "step_s": 0.0, "batch_size": 8.0, "samples": 90, "traces": ()}
 MACHINE = SimulatedMachine(cores=4, cpu_s=0.02, step_s=0.001, noise_sd=0.02)
 CONTEXT, PINS = Context(usable_cores=4, step_s=0.001), Space(pin_memory=(False, True))
 
@@ -197,6 +198,44 @@ def test_a_knob_is_believed_once_measured():
     # THEN it is believed of other numbers of workers, too
     assert ratio(after, pinned, plain)[0] > 0.06
     assert ratio(after, with_workers(3, 8, pin_memory=True), with_workers(3, 8))[0] > 0.04
+
+
+KNOWN = [
+    # workers, prefetch, pinned, round, samples/s
+    (0, 1, False, None, 300.0), (1, 2, False, None, 410.0), (4, 4, False, None, 1050.0),
+    (4, 4, True, 0, 1100.0), (2, 2, False, 0, 800.0), (2, 2, False, 1, 850.0),
+    (4, 4, True, 1, 1150.0), (6, 8, False, None, 900.0),
+]  # fmt: skip
+BELIEVED = {
+    # workers, prefetch, pinned: samples/s, loss and probability of being near the best; untraced
+    (0, 1, False): ((299.958, 0.74967, 0.0000), (300.760, 0.82158, 0.0000)),
+    (1, 8, False): ((428.911, 0.64472, 0.0000), (487.268, 0.68184, 0.0010)),
+    (3, 2, False): ((1022.151, 0.16506, 0.0186), (1079.529, 0.37907, 0.0029)),
+    (4, 4, True): ((1124.110, 0.08594, 0.2578), (1116.889, 0.35454, 0.0225)),
+    (5, 1, False): ((931.813, 0.23970, 0.0010), (1124.824, 0.34244, 0.0176)),
+    (6, 8, True): ((1073.925, 0.12546, 0.1084), (951.261, 0.44819, 0.0000)),
+}
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_beliefs_are_those_that_studies_judged(is_traced):
+    # GIVEN arithmetic that `studies/regret` has measured THEN nobody changes it unawares
+    shape = replace(simulated_trials(MACHINE, with_workers(0))[0].measurement, **BARE)
+    trials = []
+    for workers, prefetch, pinned, round_, rate in KNOWN:
+        interval = Interval(value=rate, low=0.97 * rate, high=1.03 * rate, count=90)
+        config = with_workers(workers, prefetch, pin_memory=pinned)
+        burst = replace(shape, samples_per_s=interval)
+        trials.append(Trial.of(len(trials), config, burst, round=round_))
+    context = replace(CONTEXT, epoch_batches=500, start_s=2.0)
+    stages = [observed(with_workers(count), step_s=0.009) for count in (0, 1, 4)]
+    belief = Belief(PINS, context, trials, observations=stages if is_traced else None)
+    for (workers, prefetch, pinned), (traced, untraced) in BELIEVED.items():
+        config = with_workers(workers, prefetch, pin_memory=pinned)
+        rate, loss, probability = traced if is_traced else untraced
+        assert belief.predicted(config) == pytest.approx(rate, rel=1e-4)
+        assert belief.loss(config) == pytest.approx(loss, abs=1e-4)
+        assert belief.probability(config) == pytest.approx(probability, abs=3 / PATHS)
 
 
 # Workers that keep the loop busy: more of them are not faster, however lucky their burst was

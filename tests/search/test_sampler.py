@@ -183,16 +183,51 @@ def test_what_raises_is_not_proposed_again():
     assert study.best_value >= 0.98 * 6000
 
 
-@pytest.mark.parametrize("record", ["{}", "no JSON", 3, None])
-def test_an_unreadable_record_leaves_the_value(record):
+@pytest.mark.parametrize(
+    ("record", "rate"), [("{}", 500.0), ("no JSON", 500.0), (3, 500.0), (None, 0.5), (None, 0.0)]
+)
+def test_an_unreadable_record_leaves_the_value(record, rate):
     study = study_with(sampler := TwinSampler())
-    known = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": 500.0}
+    known = {"params": {"num_workers": 3, "prefetch_factor": 2}, "value": rate}
     attributes = {} if record is None else {RECORD: record}
     legal = sampler.space.distributions()
     study.add_trial(optuna.trial.create_trial(distributions=legal, user_attrs=attributes, **known))
     [trial] = sampler.trials(study)
     assert trial.config.num_workers == 3
-    assert trial.samples_per_s == 500.0
+    assert trial.samples_per_s == (rate or None)  # of none the objective has failed
+    assert (trial.failure is None) == (rate > 0)
+
+
+def told(sampler, *trials):
+    """A study with these numbers of workers, samples/s and rounds."""
+    study, legal = study_with(sampler), sampler.space.distributions()
+    for workers, rate, round_ in trials:
+        known = {"params": {"num_workers": workers, "prefetch_factor": 2}, "value": rate}
+        known["user_attrs"] = {} if round_ is None else {ROUND: round_}
+        study.add_trial(optuna.trial.create_trial(distributions=legal, **known))
+    return study
+
+
+@pytest.mark.parametrize(
+    ("ratio", "is_one"),
+    [(2.0 / 1.149, False), (2.0 / 1.151, True), (2.2 * 1.149, False), (2.2 * 1.151, True)],
+)
+def test_earlier_rounds_are_one_once_contradicted(ratio, is_one):
+    # GIVEN rounds of an earlier run, in which one was 2 and 2.2 times as fast, and another now
+    sampler = TwinSampler()
+    before = (2, 100.0, 0), (4, 200.0, 0), (2, 100.0, 2), (4, 220.0, 2)
+    study = told(sampler, *before, (4, 100.0 * ratio, 4), (2, 100.0, 4), (8, 100.0, 4))
+    sampler.since = 4
+    rounds = [trial.round for trial in sampler.trials(study)]
+    assert rounds == [0, 0, *([0, 0] if is_one else [2, 2]), 4, 4, 4]
+
+
+@pytest.mark.parametrize("count", [15, 16])
+def test_after_16_configurations_none_is_proposed_anew(count):
+    sampler = TwinSampler()
+    study = told(sampler, *((workers, 100.0 + workers, None) for workers in range(count)))
+    proposed = {config.num_workers for config in sampler.belief(study).configs}
+    assert (proposed == {*range(count)}) == (count == 16)
 
 
 def test_a_burst_counts_that_optuna_was_not_told():

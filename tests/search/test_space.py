@@ -6,6 +6,7 @@ import optuna
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.rule import begin_with, plain_rule
@@ -18,6 +19,7 @@ from autotune_loader.search.space import (
     Context,
     Limits,
     Space,
+    closest,
 )
 from autotune_loader.values import LoaderConfig
 from tests.support import with_workers
@@ -140,20 +142,63 @@ def test_a_larger_batch_needs_memory_of_its_samples():
     assert tight.veto(LoaderConfig(batch_size=4)) is None
 
 
-COSTS = {
-    "fewer workers": (with_workers(2), with_workers(3)),
-    "the user's batch size": (with_workers(8), with_workers(1, batch_size=64)),
-    "what is usual": (with_workers(2, pin_memory=True), with_workers(2)),
-    "a deeper queue that costs nothing": (with_workers(2, 8), with_workers(2, 4)),
-    "no workers": (with_workers(0), with_workers(1, 8)),
-    "a queue of less memory": (with_workers(33, 2), with_workers(33, 8)),
-}
+def test_costs_are_size_workers_memory_settings_and_depth():
+    # GIVEN batches of 18 MiB, of which torch locks 32, and a queue of 1 GiB that costs nothing
+    space = Space(limits=Limits(memory_bytes=64 << 30), batch=BatchCost(bytes=18 * MIB, samples=32))
+    assert space.cost(with_workers(33, 2)) == (False, 33, 1, False, -2)  # 67 batches, 1,206 MiB
+    assert space.cost(with_workers(33, 2, pin_memory=True)) == (False, 33, 2, True, -2)
+    assert space.cost(with_workers(20, 2, batch_size=64)) == (True, 20, 1, True, -2)
+    assert space.is_cheap(with_workers(27, 2))  # 55 batches, 990 MiB
+    assert not space.is_cheap(with_workers(28, 2))
+    assert space.cost(NONE) == (False, 0, 0, False, 0)
+    # AND 2% of a small memory
+    small = replace(space, limits=Limits(memory_bytes=1 << 30))
+    assert small.cost(with_workers(1, 1)) == (False, 1, 1, False, -1)
 
 
-@pytest.mark.parametrize(("cheaper", "dearer"), COSTS.values(), ids=COSTS)
-def test_costs_are_compared_as_people_would(cheaper, dearer):
-    space = replace(RICH, limits=Limits(memory_bytes=64 << 30), batch=BatchCost(bytes=18 * MIB))
-    assert space.cost(space.as_kept(cheaper)) < space.cost(space.as_kept(dearer))
+def test_the_grid_is_finer_where_workers_are_few():
+    counts = list(dict.fromkeys(config.num_workers for config in Space().candidates()))
+    assert counts == [*range(16), *range(16, 32, 2), *range(32, 65, 4)]
+    few = Space(max_workers=19).candidates(most_workers=17.5)
+    assert list(dict.fromkeys(config.num_workers for config in few)) == [*range(17), 17]
+
+
+ASKED = [
+    # a distribution, what is set, and the nearest
+    (CategoricalDistribution([0, 2, "auto", 4]), 5, 4),
+    (CategoricalDistribution([3, 1]), None, 1),
+    (CategoricalDistribution(["auto"]), 5, None),
+    (IntDistribution(2, 16, step=2), 7.1, 8),
+    (IntDistribution(2, 16, step=2), 64, 16),
+    (IntDistribution(2, 16), None, 2),
+    (IntDistribution(1, 64, log=True), 0, 1),
+    (FloatDistribution(0.0, 8.0, step=0.5), 3.3, 3.5),
+    (FloatDistribution(0.0, 8.0), 3.3, 3.3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("distribution", "value", "nearest"), ASKED)
+def test_an_objective_gets_the_nearest_it_asks_for(distribution, value, nearest):
+    assert closest(distribution, value) == nearest
+
+
+def test_the_space_is_as_an_objective_asks():
+    asked = {
+        "num_workers": IntDistribution(0, 12, step=4),
+        "prefetch_factor": CategoricalDistribution([2, 3]),
+        "pin_memory": IntDistribution(0, 1),
+        "batch_size": IntDistribution(16, 256, log=True),
+        "device_prefetch": IntDistribution(0, 2),
+        "in_order": CategoricalDistribution([False, "maybe", True]),
+        "learning_rate": FloatDistribution(0.0, 1.0),
+    }
+    assert Space().asked(asked, is_whole=False) == Space(
+        max_workers=12, prefetch_factors=(2, 2, 3, 3), pin_memory=(False, True),
+        batch_size=(16, 32, 64, 128, 256), device_prefetch=(0, 1, 2), in_order=(True, False),
+    )  # fmt: skip
+    workers = {"num_workers": asked["num_workers"]}
+    assert Space().asked(workers, is_whole=True).prefetch_factors == (2,)
+    assert Space().asked(workers, is_whole=False).prefetch_factors == (1, 2, 4, 8)
 
 
 RULES = {

@@ -10,7 +10,14 @@ import pytest
 from autotune_loader.diagnosis import Ended
 from autotune_loader.search.belief import CERTAIN, MAX_FAILURES, Belief
 from autotune_loader.search.space import Context, Space
-from autotune_loader.search.turns import LEAST_ROUNDS, MOST_ROUNDS, is_at_ceiling, what_next
+from autotune_loader.search.turns import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    bursts_s,
+    in_turns,
+    is_at_ceiling,
+    what_next,
+)
 from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
 from tests.support import SimulatedMachine, simulated_trials
 
@@ -177,6 +184,23 @@ def test_what_does_not_fit_is_not_begun(case):
     assert job.rounds == rounds
     assert sum(trial.seconds for trial in job.trials) <= most_s
     assert len(set(job.asked)) >= 2
+
+
+def test_a_burst_takes_what_earlier_ones_took():
+    job = Job({SOME: 100.0, FEW: 50.0, OWN: 2.0}, seconds={SOME: 2.0, FEW: 3.0})
+    job.burst(SOME)
+    job.burst(FEW)
+    belief = job.belief()
+    assert bursts_s(belief, [SOME, FEW, SOME]) == 5.0
+    assert bursts_s(belief, [MANY]) == 3.0
+    # AND without workers three batches at the rate that is believed
+    slow_s = 0.5 + 3 * SHAPE.batch_size / belief.predicted(OWN)
+    assert bursts_s(belief, [OWN]) == pytest.approx(slow_s)
+
+
+def test_each_is_first_as_often():
+    assert [in_turns("ab", number) for number in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+    assert in_turns("abc", 0) != in_turns("abc", 2) != in_turns("abc", 4)
 
 
 def after(*outcomes):

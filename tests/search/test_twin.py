@@ -1,6 +1,7 @@
 """The twin against closed forms, and against machines that are simulated event by event."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from autotune_loader.search.observation import Observation
 from autotune_loader.search.queue import simulate
 from autotune_loader.search.space import Context
 from autotune_loader.search.twin import Twin, _line
-from autotune_loader.values import BatchTrace, LoaderConfig, MemoryUse, Trial
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, MemoryUse, Trial
 from tests.support import (
     FakeClock,
     SimulatedMachine,
@@ -125,6 +126,28 @@ def test_workers_are_counted_while_all_are_seen():
     assert told.at_work == pytest.approx(min(rate * told.service_s.mean(), 3.0))
 
 
+@pytest.mark.parametrize(
+    ("workers", "batches", "kept", "steps"),
+    [(2, 6, [2, 3, 4, 5], [1, 2, 3, 4, 5]), (0, 6, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
+     (2, 5, [0, 1, 2, 3, 4], [1, 2, 3, 4]), (2, 4, [0, 1, 2, 3], [0, 1, 2, 3])],
+)  # fmt: skip
+def test_what_is_first_is_left_out_of_stages(workers, batches, kept, steps):
+    # GIVEN 1 s of the sampler, 2 of fetching, 1.2 of receipt, 2 of a step, and a loop between
+    traces = []
+    for i in range(batches):
+        at, worker = 10.0 * i, i % workers if workers else MAIN_PROCESS
+        whole, ended = at + 3 + 0.1 * i, at + 6.2 + 0.4 * i
+        times = at, whole + 1.2, ended
+        traces.append(BatchTrace(worker, at + 1, at + 2, whole, 0.5 + i, 8, *times))
+    found = Observation.of(with_workers(workers), replace(BURST, traces=tuple(traces)))
+    fetch_s = 2 if workers else 3
+    assert found.service_s == pytest.approx([fetch_s + 0.1 * i for i in kept])
+    assert found.cpu_s == pytest.approx([0.5 + i for i in kept])
+    assert found.receive_s == pytest.approx([1.2] * len(kept))
+    loop_s = 3.8 - 0.4 * (batches - 2) / 2
+    assert found.step_s == pytest.approx([2 + 0.3 * i + loop_s for i in steps])
+
+
 def observation(workers, service_s, step_s, receive_s=0.001, **more):
     """A burst with these seconds of each batch."""
     service, step, receive = (
@@ -149,6 +172,44 @@ def test_a_step_on_cores_is_slowed_as_shown():
     assert twin.predict([with_workers(2)]).samples_per_s[0] == pytest.approx(8 / 0.031, rel=0.08)
 
 
+WAVES = 1 + 0.5 * np.sin(np.arange(90.0))
+CONTENDING = [
+    observation(
+        count, (0.04 + 0.002 * count) * WAVES, 0.004 + 0.0006 * count, 0.001 + 0.0001 * count,
+        cpu_s=(0.03 + 0.001 * count) * WAVES, at_work=at_work, pin_s=0.003 * (count > 0),
+    )
+    for count, at_work in {0: 0.0, 1: 0.9, 4: 3.6, 8: 7.5}.items()
+]  # fmt: skip
+BUSY = Context(usable_cores=4, step_cores=2.0, step_s=0.0035, fetch_cpu_s=0.032)
+PREDICTED = [with_workers(*each) for each in ((0, 1), (1, 1), (2, 2), (4, 8), (6, 2), (16, 4))]
+MEASURED = [
+    # bursts, cores of the step, and of all:
+    # samples/s, shares of the time in which the loop works, and workers of use
+    (
+        CONTENDING, 2.0, 4, [177.53, 208.47, 435.93, 657.96, 668.93, 679.19],
+        [0.1110, 0.1525, 0.3167, 0.6322, 0.7668, 1.0], 9,
+    ),
+    (
+        CONTENDING, 2.0, 8, [177.53, 208.47, 435.93, 803.32, 1009.02, 1107.3],
+        [0.1110, 0.1525, 0.3167, 0.5832, 0.7347, 1.0], 9,
+    ),
+    (
+        CONTENDING[:1], 5.0, 4, [177.53, 194.50, 367.03, 599.61, 645.07, 662.79],
+        [0.1110, 0.1224, 0.2557, 0.5100, 0.6308, 1.0], 10,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bursts", "step_cores", "cores", "rates", "uses", "useful"), MEASURED)
+def test_predictions_are_those_that_studies_judged(bursts, step_cores, cores, rates, uses, useful):
+    # GIVEN arithmetic that `studies/regret` has measured THEN nobody changes it unawares
+    twin = Twin(bursts, replace(BUSY, step_cores=step_cores))
+    found = twin.predict(PREDICTED, cores)
+    assert found.samples_per_s == pytest.approx(rates, rel=1e-4)
+    assert found.loop_use == pytest.approx(uses, rel=1e-3)
+    assert twin.useful_workers == useful
+
+
 @pytest.mark.parametrize(("tail", "waits"), [(1.0, False), (12.0, True)])
 def test_workers_that_keep_up_have_filled_queues(tail, waits):
     # GIVEN 18 workers that deliver 1.04 times what the loop takes, each 33rd batch perhaps slower
@@ -159,6 +220,29 @@ def test_workers_that_keep_up_have_filled_queues(tail, waits):
     # THEN the loop hardly waits in the long run, unless for the slow ones
     use = Twin([seen], Context(usable_cores=32)).predict([with_workers(18, 8)]).loop_use[0]
     assert (use < 0.95) == waits
+
+
+DEPTHS = {
+    # samples/s with 4 workers at each prefetch, and with 1 and 0: the shallowest that is enough
+    "never one, which would wait": ({1: 100.0, 2: 100.0, 4: 100.0, 8: 100.0}, {}, 2),
+    "unless all have one": ({1: 100.0}, {}, 1),
+    "by so much it may be slower": ({2: 99.6, 4: 100.0, 8: 100.0}, {}, 2),
+    "not by more": ({2: 99.4, 4: 100.0, 8: 100.0}, {}, 4),
+    "the deepest": ({4: 99.4, 8: 100.0}, {}, 8),
+    "the slow do not tell": ({2: 100.0, 4: 100.0}, {2: 70.0, 4: 79.0}, 2),
+    "those near the best do": ({2: 100.0, 4: 100.0}, {2: 80.0, 4: 81.0}, 4),
+    "without workers there is none": ({}, {}, 1),
+}
+
+
+@pytest.mark.parametrize(("four", "one", "needed"), DEPTHS.values(), ids=DEPTHS)
+def test_a_queue_is_as_deep_as_needed(monkeypatch, four, one, needed):
+    rates = {with_workers(0): 90.0}
+    for count, each in ((4, four), (1, one)):
+        rates.update({with_workers(count, depth): rate for depth, rate in each.items()})
+    twin, told = Twin(CONTENDING, BUSY), SimpleNamespace(samples_per_s=np.array([*rates.values()]))
+    monkeypatch.setattr(twin, "predict", lambda configs: told)
+    assert twin.needed_prefetch([*rates], 0.005) == needed
 
 
 def test_a_falling_line_ends_where_it_was_seen():

@@ -283,6 +283,9 @@ def test_no_more_workers_are_tried_than_start(side, start_s, each_core):
     assert run.space.max_workers == most
     said = [note for note in run.notes if "a budget above 60 s would try more" in note]
     assert bool(said) == (most < 64)
+    # AND where those that are asked for just start, no more is said
+    just = 5 * inspect_machine().usable_cores
+    assert run_of(SPAWNS["side"], start_s=9.0, max_workers=just).notes == ()
 
 
 KEEPS = with_workers(2, persistent_workers=True)

@@ -81,6 +81,7 @@ def test_a_rank_that_never_comes_is_an_error(monkeypatch):
     says = r"rank 1 has not called tune\(\): every rank of the job has to call tune\(\)"
     with pytest.raises(TunerError, match=says):
         await_all(torch.distributed.HashStore(), 0, 2, missing)
+    assert clock() == 200.0 + 400.0  # 300 s, which the store waits, are not yet too long
 
 
 def test_all_ranks_burst_and_get_the_slowest():

@@ -1,5 +1,6 @@
 """`tune()` and `compare()` from call to file or answer, on simulated machines."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from unittest.mock import Mock
@@ -197,6 +198,13 @@ def test_the_next_side_replaces_a_first_that_fails(monkeypatch):
     found = compared(monkeypatch, broken=AT_ONCE, now=SLOW, cached=FAST)
     assert found.ratios.keys() == {"cached"}
     assert "as fast as now in" in " ".join(found.report().split())
+
+
+def test_a_side_may_fail_once(monkeypatch):
+    chance = itertools.chain([None, SAYS_NO], itertools.repeat(None))
+    found = compared(monkeypatch, now=SLOW, cached=replace(FAST, fails=lambda _: next(chance)))
+    assert found.ratios["cached"].count == LEAST_ROUNDS
+    assert found["cached"].error is None
 
 
 def in_rounds(outcome_of, names, budget_s, clock, first_s=1.0):
