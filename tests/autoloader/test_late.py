@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,9 @@ def test_a_job_is_waited_for_where_its_copy_is_left() -> None:
     assert iterator._task_info[job][0] == 0
     last.jobs.remove(job)
     assert len(list(iterator)) == 32
+    iterator._queued, iterator._hand_out = (
+        deque([40, 31]),
+        list,
+    )  # AND what is given again is sorted
+    iterator._give_again([])
+    assert list(iterator._queued) == [31, 40]
