@@ -211,6 +211,6 @@ def test_a_job_is_waited_for_where_its_copy_is_left() -> None:
     iterator._queued, iterator._hand_out = (
         deque([40, 31]),
         list,
-    )  # AND what is given again is sorted
+    )  # AND in order
     iterator._give_again([])
     assert list(iterator._queued) == [31, 40]
