@@ -1,5 +1,6 @@
 """What a script's report says: what its loops show, the command that may pay, a block as drawn."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -137,6 +138,18 @@ def test_a_loader_that_takes_little_comes_last(monkeypatch):
     assert (main.batches, other.batches) == (500, 10)
     assert Bottleneck.LITTLE.said_by(other.bottleneck)
     assert other.advice[0].kind == Advice.LEAVE_IT.kind
+    assert other.samples_per_s == pytest.approx(80 / 0.09)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "end"), [(0, 1, "allows 40%.\n"), (0, 2, "of rank 0 of 2.\n"), (1, 2, "")]
+)
+def test_rank_0_tells_and_says_of_how_many(rank, ranks, end, monkeypatch, capsys):
+    seen = replace(seen_of(monkeypatch, loader_of()), rank=rank, ranks=ranks)
+    report.tell([seen], Plan(verb="watch", most_waiting=0.4))
+    told = capsys.readouterr().err
+    assert told.endswith(end)
+    assert bool(told) == (rank == 0)
 
 
 CHANGED = LoaderReport(
