@@ -410,6 +410,34 @@ def test_the_first_line_comes_once(wait_s, step_s, silent, share, monkeypatch):
     assert told == [[]] * silent + [[line]] * (60 - silent)
 
 
+def test_the_wait_for_the_next_batch_counts(monkeypatch):
+    loop, said = FakeLoop(4, monkeypatch), []
+    for _ in range(4):
+        loop.known.waiting_since = loop.now
+        loop.passes(3.0)
+        said.append(str(loop.known))
+        loop.passes(-3.0)
+        loop.batch(1.0, 2.0)
+    assert said == [
+        "the training loop has waited 3 s for its first batch so far",
+        "1 batch so far; the training loop has waited 4.0 s",
+        "2 batches so far; the training loop has waited 5.0 s",
+        "the training loop waits for data 60% of the time",
+    ]
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", 3), ("1", 0)])
+def test_three_loaders_of_rank_0_are_told_of_early(rank, told, monkeypatch, capsys):
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loaders = [DataLoader(NUMBERS) for _ in range(5)]
+    with enable("watch"):
+        for loader in loaders * 2:
+            list(loader)
+        assert capsys.readouterr().err.count(": the training loop waits for data") == told
+
+
 def test_waits_pauses_and_starts_are_told_apart(monkeypatch):
     loop = FakeLoop(4, monkeypatch)
     for pause_s in (60.0, 0.1):  # an evaluation of a minute is no step
