@@ -160,7 +160,7 @@ class Watch:
         self.is_noted = own is known.log
         if isinstance(own, Log):
             known.log.parent = own.parent
-        elif getattr(loader, "num_workers", 0):
+        elif loader.num_workers:
             known.log.workers_start(getattr(loader, "multiprocessing_context", None))
         self._known, self._size = known, size if isinstance(size, int) else 0
         self.is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)

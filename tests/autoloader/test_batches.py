@@ -196,6 +196,18 @@ def test_lengths_that_differ_make_no_types() -> None:
     assert len(ctypes.Array.__subclasses__()) - before <= 4
 
 
+def test_a_tensor_sent_twice_is_not_written_in_the_loop() -> None:
+    way = Way()
+    kept = way.pool.flat(90_000).fill_(7)  # GIVEN that a worker sends what it still has
+    first, second = (way.sent(kept)[0] for _ in range(2))
+    del second
+    for number in way.mapped.back():
+        way.pool.back(number)
+    del kept
+    assert way.sent(torch.zeros(90_000, dtype=torch.uint8))[0].sum() == 0
+    assert (first == 7).all()
+
+
 class Refusing:
     def __reduce__(self) -> Any:
         return refuse, ()

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,9 @@ def test_a_job_outlives_its_lost_copy() -> None:
     assert iterator._task_info[job][0] == 0
     last.jobs.remove(job)
     assert len(list(iterator)) == 32
+    iterator._queued, iterator._hand_out = (
+        deque([40, 31]),
+        list,
+    )  # AND in order
+    iterator._give_again([])
+    assert list(iterator._queued) == [31, 40]

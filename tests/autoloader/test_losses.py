@@ -265,13 +265,14 @@ def test_a_batchs_weight_is_known_from_the_first() -> None:
 
 
 def test_persistent_workers_nobody_asked_for_outlive_a_break() -> None:
-    loader = FixedLoader(Slow(80), batch_size=2, persistent_workers=True)
-    pids = set()
-    for _ in range(3):
+    order, pids = list(range(80)), set()
+    loader = FixedLoader(Slow(80), sampler=order, batch_size=2, persistent_workers=True)
+    for last in (20, 1, 20):  # WHEN it is early THEN the next epoch drops what still comes of it
+        order.reverse()
         loader.change_to(TWO)
         for number, batch in enumerate(loader):
-            assert batch[0, 0] == 2 * number
-            if number == 20:
+            assert batch[:, 0].tolist() == order[2 * number : 2 * number + 2]
+            if number == last:
                 break
         pids.add(tuple(each.pid for each in multiprocessing.active_children()))
     assert len(pids) == 1

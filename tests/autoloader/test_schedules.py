@@ -271,3 +271,9 @@ def test_a_break_leaves_the_samplers_generator_as_torch() -> None:
     schedule.leave()
     schedule.next_epoch(of_a_copy=False)
     schedule.teardown()
+
+
+def test_a_sampler_is_asked_once_without_workers() -> None:
+    schedule = Schedule()
+    schedule.make(Case("unbatched", "eager", 16, 1, {}, drops=False, draws=False))
+    schedule.teardown()

@@ -1,5 +1,7 @@
 """What a script's report says: what its loops show, the command that may pay, a block as drawn."""
 
+import copy
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -71,12 +73,31 @@ def test_a_command_is_named_where_it_could_pay(monkeypatch, known, cores, bottle
     assert named == ([command] if command else [])
 
 
-@pytest.mark.parametrize(("delivered", "is_told"), [(3, False), (6, True)])
-def test_a_worker_is_idle_once_all_had_turns(monkeypatch, delivered, is_told):
+@pytest.mark.parametrize(("last", "told"), [(7, None), (8, "2 of 4 workers")])
+def test_a_worker_is_idle_once_all_had_turns(monkeypatch, last, told):
     known = loader_of(4)
-    known.delivered.update(dict.fromkeys(range(3), delivered))
+    known.delivered.update({0: 8, 1: last})
     (found,) = seen_of(monkeypatch, known).report.loaders
-    assert (found.idle_workers is not None) == is_told
+    assert found.idle_workers == (Caution.IDLE_WORKERS(idle=2, workers=4) if told else None)
+    assert (Advice.SPREAD_SHARDS(busy=2) in found.advice) == bool(told)
+    assert found.delivered == (8, last, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "queued_s", "expected"),
+    [
+        (0, 0.002, {"fetch_s": 4.1 / 500 - 0.002, "receive_s": None, "receive_queued_s": 0.0}),
+        (0, 0.0, {"fetch_s": 4.1 / 500, "fetch_queued_s": 0.0}),
+        (2, 0.01, {"fetch_s": 2 * 10 / 500 - 0.01, "receive_s": 0.001, "receive_queued_s": 0.01}),
+        (2, 0.04, {"fetch_s": 0.001, "fetch_queued_s": 0.04}),
+    ],
+)
+def test_evidence_is_of_one_batch(monkeypatch, workers, queued_s, expected):
+    monkeypatch.setattr(report, "usable_cores", lambda: SimpleNamespace(usable=4))
+    found = asdict(report.evidence_of(loader_of(workers, queued_s=queued_s), 20.0))
+    expected |= {"samples_per_s": 400, "batch_size": 8, "step_s": 5.9 / 500, "batch_bytes": 0}
+    expected |= {"cpu_share": 5 / (4 * 10), "fetch_cpu_s": 0.001, "loader_share": 4.1 / 20}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_a_fork_is_told_beside_the_next_step(monkeypatch):
@@ -137,6 +158,20 @@ def test_a_loader_that_takes_little_comes_last(monkeypatch):
     assert (main.batches, other.batches) == (500, 10)
     assert Bottleneck.LITTLE.said_by(other.bottleneck)
     assert other.advice[0].kind == Advice.LEAVE_IT.kind
+    assert other.samples_per_s == pytest.approx(80 / 0.09)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "end"), [(0, 1, "allows 40%.\n"), (0, 2, "of rank 0 of 2.\n"), (1, 2, "")]
+)
+def test_rank_0_tells_and_says_of_how_many(rank, ranks, end, monkeypatch, capsys):
+    seen = replace(seen_of(monkeypatch, loader_of()), rank=rank, ranks=ranks)
+    report.tell([seen], Plan(verb="watch", most_waiting=0.4))
+    told = capsys.readouterr().err
+    assert told.endswith(end)
+    assert bool(told) == (rank == 0)
+    (loader,) = report.report_of([seen, copy.deepcopy(seen), copy.deepcopy(seen)]).loaders
+    assert loader.processes == 3
 
 
 CHANGED = LoaderReport(

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from autotune_loader import enable
+from autotune_loader import AutoLoader, enable
 from autotune_loader.diagnosis import Caution, Kept
 from autotune_loader.lines import Line
 from autotune_loader.machine.nvml import GpuUse
@@ -93,11 +93,27 @@ def test_samples_are_those_of_the_dataset(verb, capsys):
         # AND loaders without a length, or without a batch, are no trouble
         assert next(iter(DataLoader(NUMBERS, sampler=itertools.repeat(7))))[0].item() == 7
         assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
-        list(DataLoader(Stream(lambda _: torch.zeros(7), 3), batch_size=None))
         totals = [each.log.totals for each in enabled.session.loaders]
     assert (totals[0].batches, totals[0].samples, totals[0].epochs) == (10, 36, 2)
-    assert (totals[-1].batches, totals[-1].samples) == (3, 21)  # of whole batches
     assert "TensorDataset[18], batches of 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "samples"),
+    [(None, torch.zeros(7), 21), (None, [1, 2], 6), (None, "text", 3), (None, torch.tensor(1), 3),
+     (2, torch.zeros(7), 4), (2, {"x": torch.zeros(1)}, 2), (2, "text", 4)],
+)  # fmt: skip
+def test_a_streams_samples_are_told_by_its_batches(size, batch, samples, watching):
+    list(DataLoader(Stream(lambda _: batch, 3), batch_size=size, collate_fn=lambda _: batch))
+    (known,) = watching.session.loaders
+    assert known.log.totals.samples == samples
+
+
+def test_what_an_autoloader_has_found_is_told(watching):
+    loader = AutoLoader(NUMBERS, batch_size=4, tune=False)
+    list(loader)
+    (known,) = watching.session.loaders
+    assert known.found is loader.found
 
 
 @pytest.mark.process
@@ -351,6 +367,7 @@ class FakeLoop:
         self.now, self.cpu, self.told = 0.0, CpuTimes(0.0, 0.0), []
         monkeypatch.setattr(watched, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(CpuTimes, "of_thread", lambda: self.cpu)
+        monkeypatch.setattr(CpuTimes, "of_process", lambda _: CpuTimes(self.now / 4, 0.0))
         loader = DataLoader(TensorDataset(torch.arange(8 * batches)), batch_size=8)
         site = Site.of(loader, Line("train.py", 15))
         self.known = ScriptLoader(site, "train.py:15", LoaderConfig(), self.look)
@@ -391,6 +408,34 @@ def test_the_first_line_comes_once(wait_s, step_s, silent, share, monkeypatch):
         told.append(list(loop.told))
     line = f"the training loop waits for data {share}% of the time"
     assert told == [[]] * silent + [[line]] * (60 - silent)
+
+
+def test_the_wait_for_the_next_batch_counts(monkeypatch):
+    loop, said = FakeLoop(4, monkeypatch), []
+    for _ in range(4):
+        loop.known.waiting_since = loop.now
+        loop.passes(3.0)
+        said.append(str(loop.known))
+        loop.passes(-3.0)
+        loop.batch(1.0, 2.0)
+    assert said == [
+        "the training loop has waited 3 s for its first batch so far",
+        "1 batch so far; the training loop has waited 4.0 s",
+        "2 batches so far; the training loop has waited 5.0 s",
+        "the training loop waits for data 60% of the time",
+    ]
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", 3), ("1", 0)])
+def test_three_loaders_of_rank_0_are_told_of_early(rank, told, monkeypatch, capsys):
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loaders = [DataLoader(NUMBERS) for _ in range(5)]
+    with enable("watch"):
+        for loader in loaders * 2:
+            list(loader)
+        assert capsys.readouterr().err.count(": the training loop waits for data") == told
 
 
 def test_waits_pauses_and_starts_are_told_apart(monkeypatch):
@@ -434,6 +479,8 @@ def test_nvml_is_asked_every_2_s_at_most(keeps, uses_cuda, monkeypatch):
     assert bool(meter.windows) == uses_cuda
     assert (loop.known.gpu_s > 9.0) == uses_cuda
     assert loop.known.gpu_busy_s == pytest.approx(0.64 * loop.known.gpu_s)
+    assert loop.known.read_s == pytest.approx(11.4)  # AND CPU is read every 0.5 s
+    assert loop.known.busy_s == pytest.approx(11.4 / 4)
     # AND each window begins where the one before ended
     assert [begun for begun, _ in meter.windows[1:]] == [end for _, end in meter.windows[:-1]]
     assert all(end - start >= 2.0 for start, end in meter.windows)
