@@ -320,7 +320,9 @@ CASES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("how", ["AutoLoader", "watch"])  # "run" is in test_at_length.py
+@pytest.mark.parametrize(
+    "how", ["AutoLoader", pytest.param("watch", marks=pytest.mark.system)]
+)  # "run" is in test_at_length.py
 @CASES
 def test_a_scenario_goes_as_with_dataloader(
     scenario: Callable[..., Any], workers: int, how: str

@@ -196,7 +196,7 @@ def test_lengths_that_differ_make_no_types() -> None:
     assert len(ctypes.Array.__subclasses__()) - before <= 4
 
 
-def test_a_tensor_sent_twice_is_not_written_in_the_loop() -> None:
+def test_a_tensor_sent_twice_is_not_overwritten() -> None:
     way = Way()
     kept = way.pool.flat(90_000).fill_(7)  # GIVEN that a worker sends what it still has
     first, second = (way.sent(kept)[0] for _ in range(2))

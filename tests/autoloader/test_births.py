@@ -115,6 +115,7 @@ def process_is_put_back() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_CORE, limit)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("process_is_put_back")
 def test_a_nursery_is_kept_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Changing()
@@ -143,6 +144,7 @@ class Rows(Told):
 """
 
 
+@pytest.mark.system
 def test_what_a_nursery_imports_its_root_imports_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +176,7 @@ class Counted(Told):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.system)])
 def test_root_serves_all_loaders_and_workers_are_clones(method: str) -> None:
     roots = set[int]()
     for _ in range(2):
@@ -225,6 +227,7 @@ def test_generators_made_by_unpickling_differ_between_workers() -> None:
     assert len(set(drawn)) == len(drawn) == 16
 
 
+@pytest.mark.system
 def test_a_fork_has_a_nursery_of_its_own() -> None:
     loader = loader_of(Changing())
     epoch_of(loader)
@@ -272,8 +275,8 @@ class ReadsFile(Told):
 
 
 SHARED = [
-    (StartsThread, "start threads (of-the-dataset)", True),
-    (OpensSocket, "open a socket", True),
+    pytest.param(StartsThread, "start threads (of-the-dataset)", True, marks=pytest.mark.system),
+    pytest.param(OpensSocket, "open a socket", True, marks=pytest.mark.system),
     (ReadsFile, "anew", False),
 ]  # fmt: skip
 
@@ -285,6 +288,7 @@ def test_what_clones_would_share_is_told(make: Any, why: str, is_told: bool) -> 
     assert (why in " ".join(loader.report().split())) is is_told
 
 
+@pytest.mark.system
 def test_memory_shared_by_name_has_no_nursery() -> None:
     was = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
@@ -306,6 +310,7 @@ class Writes(Told):
         return self.value
 
 
+@pytest.mark.system
 def test_a_pipe_of_the_dataset_ends_with_workers() -> None:
     reader, writer = multiprocessing.Pipe(duplex=False)
     loader = loader_of(Writes(writer))
@@ -329,6 +334,7 @@ class Refuses(Told):
         raise ValueError("cannot be made anew")
 
 
+@pytest.mark.system
 def test_errors_are_those_of_torch() -> None:
     local: Any = Told()
     local.function = lambda: 1
@@ -425,6 +431,7 @@ def differing(method: str, folder: Path) -> set[str]:
     return {name for one, other in both for name in one if one[name] != other[name]}
 
 
+@pytest.mark.system
 def test_a_worker_is_what_torchs_is(tmp_path: Path) -> None:
     # Clones of the root have not imported the script. The fork server is in test_at_length.py.
     assert differing("spawn", tmp_path) <= {"imported here"}

@@ -81,8 +81,13 @@ KILLS = [
     ({"num_workers": 2, "pin_memory": True}, 4, {25: "worker"}, 2),
     ({"num_workers": 2, "persistent_workers": True}, 2, {3: "worker", 79: "worker"}, 2),
     ({}, 2, {40: "worker"}, None),  # they may have begun by then
-    ({"num_workers": 3, **SPAWN}, 3, {2: "root", 9: "nursery", 20: "worker"}, 3),
-    ({"num_workers": 3, **FORKSERVER}, 3, {2: "root nursery worker"}, 3),
+    *(
+        pytest.param({"num_workers": 3, **how}, 3, kills, 3, marks=pytest.mark.system)
+        for how, kills in (
+            (SPAWN, {2: "root", 9: "nursery", 20: "worker"}),
+            (FORKSERVER, {2: "root nursery worker"}),
+        )
+    ),
 ]  # fmt: skip
 
 
@@ -355,7 +360,17 @@ SOURCES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("torch", "global numpy"),
+        *(
+            pytest.param(kind, marks=pytest.mark.system)
+            for kind in [*SOURCES][:8]
+            if kind != "torch"
+        ),
+    ],
+)
 def test_one_seed_is_one_run_whatever_holds_generators(kind: str) -> None:
     make, draw = SOURCES[kind]
 

@@ -258,7 +258,7 @@ def run_schedules(examples: int, **options: Any) -> None:
 
 
 def test_no_schedule_changes_what_the_training_sees() -> None:
-    run_schedules(20, derandomize=True)  # more of them: test_at_length.py
+    run_schedules(12, derandomize=True)  # more of them: test_at_length.py
 
 
 # Near its end a deeper queue has reached the sampler's end, where it draws once more.

@@ -56,6 +56,7 @@ def begin(worker):
         assert parent == os.getppid(), "it ends with the process of the bursts"
 
 
+@pytest.mark.system
 def test_later_bursts_start_at_once():
     def seconds_of(plan):
         begun = time.monotonic()
@@ -72,6 +73,7 @@ def test_later_bursts_start_at_once():
         assert one.first_batch_s is None
 
 
+@pytest.mark.system
 def test_memory_of_clones_is_as_without():
     """What is held is far more than what other processes change by sharing torch's libraries."""
 
@@ -86,7 +88,10 @@ def test_memory_of_clones_is_as_without():
     assert cloned.rss_bytes == pytest.approx(anew.rss_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize(("dataset", "method"), [(Rows(), "forkserver"), (WithThread(), "spawn")])
+@pytest.mark.parametrize(
+    ("dataset", "method"),
+    [pytest.param(Rows(), "forkserver", marks=pytest.mark.system), (WithThread(), "spawn")],
+)
 def test_what_cannot_be_cloned_starts_as_in_training(dataset, method):
     def begin_unless_cloned(worker):
         if is_clone():

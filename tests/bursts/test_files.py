@@ -116,7 +116,10 @@ CHANGES = {
 
 @pytest.mark.process
 @pytest.mark.timeout(60)  # long before any deadline
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    [*[*CHANGES][:3], *(pytest.param(kind, marks=pytest.mark.system) for kind in [*CHANGES][3:])],
+)
 def test_what_changes_files_ends_the_run(change, runs):
     make, config, says = CHANGES[change]
     job, before = make(runs), contents(runs)
@@ -147,7 +150,10 @@ OPENED = {
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("what", OPENED)
+@pytest.mark.parametrize(
+    "what",
+    [*[*OPENED][:2], *(pytest.param(kind, marks=pytest.mark.system) for kind in [*OPENED][2:])],
+)
 def test_what_is_opened_for_writing_is_told(what, runs, databases):
     if what == "h5py":
         pytest.importorskip("h5py")
@@ -176,7 +182,7 @@ def databases(runs):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.system)])
 def test_what_is_only_read_is_read(method, runs, databases):
     """However it is opened."""
 
@@ -243,6 +249,7 @@ def test_a_folder_of_many_files_is_linked_whole(runs, monkeypatch):
     assert links(scratch / "small") == {"1": True, "lock": False}
 
 
+@pytest.mark.system
 @pytest.mark.process
 def test_a_step_that_waits_for_a_thread_ends(runs):
     """Which a fork lacks."""

@@ -52,7 +52,9 @@ FORKED = [(made, "fork") for made in MADE]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("made", "method"), [*FORKED, ("a dict", "forkserver")])
+@pytest.mark.parametrize(
+    ("made", "method"), [*FORKED, pytest.param("a dict", "forkserver", marks=pytest.mark.system)]
+)
 def test_copies_of_the_first_batch_reach_the_step(made, method, tmp_path):
     def sample(index):
         assert not demand.exists(), "code of the user's runs"

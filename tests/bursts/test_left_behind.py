@@ -13,7 +13,7 @@ import pytest
 # A run in the midst of a burst, and a program that its dataset has started in a worker. It says
 # which processes these are, that of the bursts first.
 RUNNING = """
-import os, subprocess, sys, threading, time, psutil, torch
+import contextlib, os, subprocess, sys, threading, time, psutil, torch
 from dataclasses import replace
 from autotune_loader.values import BurstPlan
 from tests.support.bursts import ONE_WORKER, opened, workload
@@ -29,10 +29,12 @@ class Rows:
         return torch.zeros(4)
 
 def tell(first):
-    children = []
-    while "sleep" not in [each.name() for each in children]:
+    names = []
+    while "sleep" not in names:
         time.sleep(0.05)
-        children = psutil.Process().children(recursive=True)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            children = psutil.Process().children(recursive=True)
+            names = [each.name() for each in children]
     print(first, *[each.pid for each in children], file=open("processes", "w"), flush=True)
     open("told", "w").close()
 

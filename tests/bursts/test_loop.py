@@ -324,6 +324,7 @@ HELD_BYTES = 200 << 20
 of this is far more."""
 
 
+@pytest.mark.system
 @pytest.mark.process
 def test_memory_of_workers_is_told_within_10_percent():
     plan = BurstPlan(min_s=0.3, max_s=0.3, relative_error=0.01, deadline_s=60.0)

@@ -149,7 +149,10 @@ KINDS = {
         True, "in forks of",
     ),
 }  # fmt: skip
-METHODS = [("shared memory", "forkserver"), ("counts", "forkserver")]
+METHODS = [
+    pytest.param(kind, "forkserver", marks=pytest.mark.system)
+    for kind in ("shared memory", "counts")
+]
 
 
 @pytest.mark.process
@@ -175,7 +178,11 @@ LONG = replace(QUICK, max_s=5.0, min_s=0.5)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("lock", [None, threading.Lock()], ids=["fresh", "forked"])
+@pytest.mark.parametrize(
+    "lock",
+    [None, pytest.param(threading.Lock(), marks=pytest.mark.system)],
+    ids=["fresh", "forked"],
+)
 def test_two_configurations_may_read_the_same_samples(lock):
     # GIVEN samples as long as their index, in no batches
     def sample(index):

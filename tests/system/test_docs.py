@@ -194,7 +194,6 @@ for epoch in range(2):
 
 
 @pytest.mark.system
-@pytest.mark.smoke
 def test_the_commands_of_the_readme_run_as_printed(preloaded, tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     bench = Bench(preloaded, tmp_path, TRAIN)

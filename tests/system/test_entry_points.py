@@ -86,7 +86,6 @@ def test_a_script_tunes_and_trains_with(script, method, epochs, tmp_path, preloa
     assert output.count("WHOLE True") == epochs
 
 
-@pytest.mark.smoke
 def test_ctrl_c_returns_the_best_and_leaves_nothing(tmp_path, preloaded):
     # GIVEN a run that has told its first trial, and whose probe runs
     journal = tmp_path / "study.journal"

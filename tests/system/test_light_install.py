@@ -105,12 +105,11 @@ def bench(preloaded, tmp_path):
     return bench
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("typed", "body", "says"),
     [
         ("train.py", AUTO, "WHOLE True\nWHOLE True\n"),
-        ("train.py", ENABLED, "made/loader.json.\n"),
+        pytest.param("train.py", ENABLED, "made/loader.json.\n", marks=pytest.mark.smoke),
         ("command.py run train.py", READING.format("fork"), "autotune-loader run: 1 loader"),
     ],
 )

@@ -68,7 +68,7 @@ def leftovers():
     }
 
 
-@pytest.mark.parametrize("held", [None, "a lock"])
+@pytest.mark.parametrize("held", [None, pytest.param("a lock", marks=pytest.mark.system)])
 def test_a_run_changes_nothing_and_leaves_nothing(held):
     # GIVEN a training under way, whose step has its optimizer; what is in no pickle is forked
     layers = (

@@ -427,7 +427,7 @@ def test_the_wait_for_the_next_batch_counts(monkeypatch):
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", 3), ("1", 0)])
-def test_three_loaders_of_rank_0_are_told_of_early(rank, told, monkeypatch, capsys):
+def test_rank_0_tells_three_loaders_early(rank, told, monkeypatch, capsys):
     monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
