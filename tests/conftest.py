@@ -8,6 +8,7 @@ differ from its others. No test is run twice, but for those few that say why at 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing.process
 import os
 import random
@@ -182,7 +183,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.unit)
         if item.get_closest_marker("rerun") and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
-        item.add_marker(pytest.mark.xdist_group(_group_of(item)))
     check_reruns(item for item in items if item.get_closest_marker("rerun"))
     # Longest first, so that no long one is left alone at the end.
     items.sort(key=_rank)
@@ -194,9 +194,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _rank(item: pytest.Item) -> tuple[bool, int]:
-    """The frameworks, which are one group, then kind by kind."""
+    """Groups of files, then kind by kind."""
     kinds = [mark.name for mark in item.iter_markers() if mark.name in LONGEST_FIRST]
-    return _group_of(item) != "frameworks", min(map(LONGEST_FIRST.index, kinds))
+    return not item.get_closest_marker("xdist_group"), min(map(LONGEST_FIRST.index, kinds))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker gets a file at once, or all files that name a group, such as those that import the
+    frameworks, which takes ten seconds. (xdist 3.8's own `loadgroup` has no effect in pytest 9.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(config.rootpath / nodeid.partition("::")[0])
+
+    return ByGroup(config, log)
+
+
+@functools.cache
+def group_of(path: Path) -> str:
+    """That of a file, which stands in its text as `xdist_group("the group")`; else the file."""
+    found = re.search(r'xdist_group\("(\w+)"\)', path.read_text(encoding="utf-8"))
+    return found[1] if found else path.name
 
 
 def check_reruns(items: Iterable[pytest.Item]) -> None:
@@ -218,13 +239,3 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and len(reporter.stats.get("rerun", ())) > MOST_RERUNS:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def _group_of(item: pytest.Item) -> str:
-    """What runs in one worker: what the file says, such as all that imports the frameworks, which
-    takes ten seconds; all on the simulated accelerator, which has a preloaded Python of its own; or
-    the file.
-    """
-    if mark := item.get_closest_marker("xdist_group"):
-        return str(mark.args[0])
-    return "simulated" if "simulated" in getattr(item, "fixturenames", ()) else item.path.name

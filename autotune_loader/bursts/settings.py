@@ -40,8 +40,8 @@ NOT_PATCHED = {*sys.stdlib_module_names, "autotune_loader", *MAIN}
 """Modules whose functions are not looked at: what the script has put there, such as `sys.excepthook`, is for itself."""
 MOST_ITEMS, DEEPEST = 10_000, 4
 """A container that is larger, or nested deeper, is not carried: comparing it takes longer than a burst."""
-MOST_BYTES, MOST_S = 1 << 20, 0.1
-"""Of the pickle of an object, and the time after which no other one is pickled: settings are small."""
+MOST_BYTES, MOST_S = 1 << 20, 0.5
+"""Of the pickle of an object, and the time after which no other one is pickled: settings are small, also on a busy machine."""
 CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 PARTS = (*CODE, torch.nn.Module, Dataset, DataLoader)
 """Kinds of objects that are no settings: code, and parts of a training."""

@@ -9,7 +9,7 @@ import pytest
 from autotune_loader.autoloader import tuner
 from tests.support.bench import Bench
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("simulated")]
 HEAD = """
 import json, sys, time
 import torch

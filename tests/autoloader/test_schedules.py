@@ -228,7 +228,7 @@ class Schedule(RuleBasedStateMachine):
         """As by `break`."""
         for side in (self.plain, self.ours):
             side.iterator = None
-            if self.case.sampler == "own, again":
+            if self.case.sampler == "own, again" and "generator" in side.arguments:
                 # It has drawn as far ahead as there are workers, in torch as here.
                 side.arguments["generator"].manual_seed(self.epoch)
 

@@ -26,6 +26,7 @@ from tests.support.bursts import Made, assert_views_travel_once, measured, opene
 
 PINS_FOR_ANY = "accelerator" in inspect.getsource(dataloader)
 pytestmark = [
+    pytest.mark.xdist_group("simulated"),
     pytest.mark.system,
     pytest.mark.skipif(not PINS_FOR_ANY, reason="torch's DataLoader pins for CUDA alone"),
 ]

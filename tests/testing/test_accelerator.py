@@ -10,7 +10,7 @@ import torch
 
 from autotune_loader.bursts.failures import failure_of, has_lost_device, is_of_user
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("simulated")]
 
 AHEAD_S, WORK_S = 0.2, 0.03  # the device is behind the host, so that a late host changes nothing
 BYTES = 1_000_000

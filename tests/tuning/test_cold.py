@@ -25,4 +25,5 @@ def test_no_side_reads_what_another_brought():
         slow.path.unlink()
     # THEN it is 15 / 10 times as fast, and not many times, as what reads from memory is
     assert 1.2 < found.ratios["fast"].value < 2.0
-    assert found.notes == ()
+    # AND nothing is noted but what modules of other tests hold
+    assert [note for note in found.notes if "tests." not in note and "test_" not in note] == []
