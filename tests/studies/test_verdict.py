@@ -1,5 +1,7 @@
 """A promise turns red where rounds surely break it: not by noise, not by a busy machine."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from autotune_loader.values import Interval
@@ -86,10 +88,14 @@ def test_a_table_fails_by_a_broken_promise_alone(verdict, is_met, capsys):
     assert f"| tiny | {verdict.value} |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("times", "status"), [(2.0, 1), (4.0, 0)])
-def test_the_command_fails_by_a_slow_transfer(times, status, monkeypatch, capsys):
+# Where workers could not fetch three times as many, transfer is not what counts.
+@pytest.mark.parametrize(
+    ("times", "none", "status"), [(2.0, 1000.0, 1), (4.0, 1000.0, 0), (2.0, 110.0, 0)]
+)
+def test_the_command_fails_by_a_slow_transfer(times, none, status, monkeypatch, capsys):
     plain = [100.0, 101.0, 99.0, 100.0]
-    rates = {"plain": plain, "ours": [times * each for each in plain]}
+    rates = {"none": [none], "plain": plain, "ours": [times * each for each in plain]}
+    monkeypatch.setattr(transfer, "inspect_machine", lambda: SimpleNamespace(usable_cores=2))
     monkeypatch.setattr(transfer, "rates_of", lambda *given: rates)
     monkeypatch.setattr(transfer, "cores_free", lambda: 1.0)
     assert command.main(["live.transfer", "--quick", "--only", "tiny"]) == status
