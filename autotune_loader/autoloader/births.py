@@ -22,6 +22,7 @@ from contextlib import suppress
 from multiprocessing import resource_tracker
 from typing import Any
 
+from autotune_loader.autoloader import torchs
 from autotune_loader.autoloader.channel import Channel, NoQueue, Results, close_channels
 from autotune_loader.autoloader.guard import unguarded_line
 from autotune_loader.autoloader.pinning import Pinner
@@ -124,7 +125,7 @@ class Births:
         return self._made
 
     def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
-        arguments = dict(zip(_parameters(target), args, strict=True))  # versions differ
+        arguments = torchs.with_dataset(dict(zip(_parameters(target), args, strict=True)))  # versions differ
         if self._given is None:
             of_an_epoch = {name: arguments[name] for name in OF_AN_EPOCH if name in arguments}
             self._setup = self._setup._replace(arguments=of_an_epoch)

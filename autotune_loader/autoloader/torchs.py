@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,24 @@ worker_loop: Any = named(worker, "_worker_loop", "_process_worker_loop")  # pyto
 is_profiling: Any = named(torch.autograd, "_profiler_enabled")
 pin: Any = pin_memory.pin_memory
 signals: Any = signal_handling
+
+
+HOLDER = "dataset_holder"
+"""A list with the dataset, out of which the worker loop of torch 2.14 takes it."""
+
+
+def with_dataset(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the worker loop with the dataset itself, by its name."""
+    rest = {name: value for name, value in arguments.items() if name != HOLDER}
+    return rest | ({"dataset": arguments[HOLDER][0]} if HOLDER in arguments else {})
+
+
+def as_taken(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same as this torch's worker loop takes them."""
+    if HOLDER not in inspect.signature(worker_loop).parameters:
+        return arguments
+    return {name: value for name, value in arguments.items() if name != "dataset"} | {HOLDER: [arguments["dataset"]]}
+
 
 if TYPE_CHECKING:
     LoaderOf = DataLoader

@@ -84,7 +84,8 @@ def work(given: Given, setup: Setup, end: WorkerEnd, number: int, count: int) ->
 
     end.first = first
     own = {"index_queue": end, "data_queue": end, "done_event": Flag(), "worker_id": number}
-    torchs.worker_loop(**given.arguments, **setup.arguments, **own, num_workers=setup.asked or count)
+    loops = torchs.as_taken(given.arguments)
+    torchs.worker_loop(**loops, **setup.arguments, **own, num_workers=setup.asked or count)
 
 
 def _note_looks(end: WorkerEnd, asked: int) -> None:

@@ -121,3 +121,15 @@ def test_torchs_collate_asks_by_the_replaced_name() -> None:
     assert torch.equal(default_collate([torch.ones(2), torch.ones(2)]), torch.ones(2, 2))
     assert isinstance(torchs.signals._SIGCHLD_handler_set, bool)
     assert callable(torchs.signals._remove_worker_pids)
+
+
+def test_the_dataset_may_come_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    # GIVEN torch 2.14's worker loop, which takes the dataset out of a list
+    monkeypatch.setattr(torchs, "worker_loop", lambda dataset_holder, collate_fn: None)
+    dataset = range(8)
+    given = torchs.with_dataset({"dataset_holder": [dataset], "collate_fn": list})
+    assert given == {"dataset": dataset, "collate_fn": list}
+    assert torchs.as_taken(given) == {"dataset_holder": [dataset], "collate_fn": list}
+    # AND the one before
+    monkeypatch.setattr(torchs, "worker_loop", lambda dataset, collate_fn: None)
+    assert torchs.as_taken(torchs.with_dataset(given)) == given
