@@ -61,8 +61,7 @@ class Mutant:
     function: str
 
     def __str__(self) -> str:
-        where = f"{self.path.relative_to(PACKAGE)}:{self.line} {self.function}"
-        return f"{where}: {self.before} -> {ast.unparse(self.after)}"
+        return self.key.replace(" ", f":{self.line} ", 1)
 
     @property
     def key(self) -> str:

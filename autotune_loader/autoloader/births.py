@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import functools
-import inspect
 import multiprocessing
 import os
 import pickle
@@ -125,7 +124,7 @@ class Births:
         return self._made
 
     def Process(self, *, target: Any, args: Any) -> Any:  # noqa: N802
-        arguments = torchs.with_dataset(dict(zip(_parameters(target), args, strict=True)))  # versions differ
+        arguments = torchs.with_dataset(dict(zip(torchs.parameters(target), args, strict=True)))  # versions differ
         if self._given is None:
             of_an_epoch = {name: arguments[name] for name in OF_AN_EPOCH if name in arguments}
             self._setup = self._setup._replace(arguments=of_an_epoch)
@@ -234,11 +233,6 @@ class Births:
         if self._nursery is not None and self._nursery.key is None:
             self._nursery.close()
         self._nursery = None
-
-
-@functools.cache
-def _parameters(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
 
 
 class _Nobody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -45,6 +46,11 @@ HOLDER = "dataset_holder"
 """A list with the dataset, out of which the worker loop of torch 2.14 takes it."""
 
 
+@functools.cache
+def parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
 def with_dataset(arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the worker loop with the dataset itself, by its name."""
     rest = {name: value for name, value in arguments.items() if name != HOLDER}
@@ -53,7 +59,7 @@ def with_dataset(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def as_taken(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same as this torch's worker loop takes them."""
-    if HOLDER not in inspect.signature(worker_loop).parameters:
+    if HOLDER not in parameters(worker_loop):
         return arguments
     return {name: value for name, value in arguments.items() if name != "dataset"} | {HOLDER: [arguments["dataset"]]}
 

@@ -20,27 +20,21 @@ from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.machine.kernel import memfd
 from autotune_loader.pipeline.workload import DataSide, TrainingSide, Workload
 from autotune_loader.values import BurstPlan, Failure, FailureKind, LoaderConfig, Measurement
+from tests.support.data import Rows
 
 # A spawned worker imports torch.
 QUICK = BurstPlan(max_s=0.2, min_s=0.05, relative_error=0.2, deadline_s=60.0)
 ALONE, ONE_WORKER, TWO_WORKERS = (LoaderConfig(num_workers=workers) for workers in range(3))
 
 
-class Made(Dataset[Any]):
-    """Samples that a function makes of their index; a worker that starts anew has a test's own
-    function, too."""
+class Made(Rows):
+    """A worker that starts anew has a test's own function, too."""
 
-    def __init__(self, make: Callable[[int], Any], length: int = 64) -> None:
-        self.make, self.length = make, length
+    def __init__(self, get: Callable[[int], Any], n: int = 64) -> None:
+        super().__init__(get, n)
 
     def __reduce__(self) -> Any:
-        return _made, (cloudpickle.dumps((self.make, self.length)),)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
+        return _made, (cloudpickle.dumps((self.get, self.n)),)
 
 
 def _made(data: bytes) -> Made:
