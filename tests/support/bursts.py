@@ -139,7 +139,12 @@ def assert_views_travel_once(device: str) -> None:
         assert own.requires_grad == travelled.requires_grad
 
 
-def orphaned_segments() -> set[str]:
-    """Torch's segments of processes that have ended; others may be in use next door."""
-    names = {path.name for path in Path("/dev/shm").glob("torch_*")}
-    return {name for name in names if not Path("/proc", name.split("_")[1]).exists()}
+def segments() -> set[str]:
+    """Names of torch's segments in shared memory, whoever made them."""
+    return {path.name for path in Path("/dev/shm").glob("torch_*")}
+
+
+def orphans_but(before: set[str]) -> set[str]:
+    """Segments of processes that have ended, but those that lay there before; what else there is
+    may be in use next door."""
+    return {n for n in segments() - before if not Path("/proc", n.split("_")[1]).exists()}
