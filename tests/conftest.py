@@ -13,9 +13,11 @@ import multiprocessing.process
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -171,9 +173,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if kind and kind[1] in KINDS and kind[1] != config.option.markexpr else None
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # A job that a shell starts in the background ignores Ctrl-C, and so do the processes it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit it
+        # Bursts link what the temporary folder has: here nothing, whatever else the machine runs.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+        config.add_cleanup(functools.partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by mark
@@ -183,6 +190,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.unit)
         if item.get_closest_marker("rerun") and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+        if "simulated" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(300))  # the first one compiles the accelerator
     check_reruns(item for item in items if item.get_closest_marker("rerun"))
     # Longest first, so that no long one is left alone at the end.
     items.sort(key=_rank)

@@ -158,14 +158,17 @@ def events(iterator: Any) -> list[Any]:
             seen.append((type(error).__name__, *(each in str(error) for each in words)))
 
 
+def raises_at_13(make: Callable[[], BaseException], index: int) -> Any:
+    if index == 13:
+        raise make()
+    return torch.tensor([index])
+
+
 def failing(make: Callable[[], BaseException]) -> Callable[[Any, int], Any]:
-    def get(index: int) -> Any:
-        if index == 13:
-            raise make()
-        return torch.tensor([index])
+    data = Rows(functools.partial(raises_at_13, make), 40)
 
     def scenario(base: Any, workers: int) -> Any:
-        loader, seen = base(Rows(get, 40), batch_size=4, num_workers=workers), []
+        loader, seen = base(data, batch_size=4, num_workers=workers), []
         for _ in range(2):
             iterator = iter(loader)
             # A StopIteration of the dataset's own is no end.

@@ -426,10 +426,11 @@ SCRIPT = """
 import pathlib, time
 from autotune_loader import AutoLoader
 from tests.support.schedules import Slow
-for number, batch in enumerate(AutoLoader(Slow(10_000), num_workers=2)):
-    time.sleep(0.01)
-    if number == 10:
-        pathlib.Path("running").touch()
+if __name__ == "__main__":
+    for number, batch in enumerate(AutoLoader(Slow(10_000), num_workers=2)):
+        time.sleep(0.01)
+        if number == 10:
+            pathlib.Path("running").touch()
 """
 
 

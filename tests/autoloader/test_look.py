@@ -243,6 +243,7 @@ class DrawnLate:
 def test_where_a_sampler_draws_the_number_stays(asked: int) -> None:
     def rows(base: Any, **rest: Any) -> Any:
         random.seed(4)
+        rest |= {"multiprocessing_context": "fork"} if asked else {}
         loader = base(Items(lambda self, i: i), batch_sampler=DrawnLate(), **rest)
         both = itertools.chain(loader, loader)
         return loader, [(batch.tolist(), random.random()) for batch in both]

@@ -65,7 +65,10 @@ from random import Random
 from types import SimpleNamespace
 
 class AttrDict(dict):
-    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+    __setattr__ = dict.__setitem__
+    def __getattr__(self, name):
+        if name not in self: raise AttributeError(name)  # Python 3.10 pickles it only then
+        return self[name]
 
 class Frozen(dict):
     def __setitem__(self, key, value):
@@ -169,7 +172,7 @@ def test_values_of_modules_arrive_and_are_listed(module, monkeypatch):
     vars(module).update(limit=3, _private=7, names=["a", "b"], table={"x": 1, "y": 2})
     seen = "seen: /data 3 ['a', 'b'] [('x', 1), ('y', 2)] 7 ['--patch', '32'] high"
     with pytest.raises(WorkloadError, match=re.escape(seen)):
-        run(workload(module.Rows()))
+        run(workload(module.Rows(), multiprocessing_context="fork"))  # others import it anew
 
 
 @pytest.mark.process

@@ -40,7 +40,7 @@ from tests.support.bursts import (
 )
 
 FORKS = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-PLAN = BurstPlan(max_s=0.3, min_s=0.2, relative_error=0.01, deadline_s=30.0)
+PLAN = BurstPlan(max_s=0.3, min_s=0.2, relative_error=0.01, deadline_s=60.0)
 LONG = replace(PLAN, max_s=20.0, min_s=20.0)
 """However much later the second worker begins."""
 FORKED = replace(TWO_WORKERS, multiprocessing_context="fork")  # the others start slowly

@@ -37,7 +37,7 @@ SAMPLES = {"fresh": held, "forked": lambda key, lock=LOCK: lock.locked() or held
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
 def test_workers_inherit_nothing_of_bursts_without(sample):
     configs = ONE_WORKER, ALONE, TWO_WORKERS, ALONE, ONE_WORKER
-    probe, _ = run(workload(Made(sample)), *configs)
+    probe, _ = run(workload(Made(sample), multiprocessing_context="fork"), *configs)
     assert probe.warmup.most_workers is None
 
 
