@@ -124,6 +124,7 @@ def test_package_and_help_import_nothing_heavy():
     heavy = {each.name for each in needed if "extra" not in str(each.marker)} | {"matplotlib"}
     found = importlib.metadata.packages_distributions().items()
     modules = {module for module, names in found if heavy.intersection(names)}
+    modules |= heavy  # Python 3.10 finds no modules of NumPy's wheel
     assert modules >= {"torch", "numpy", "optuna", "pandas", "PIL", "pynvml", "matplotlib"}
     script = "import json, sys; from autotune_loader.cli import main; main(['--help'])"
     script += "; print(json.dumps([*sys.modules]))"
