@@ -9,6 +9,7 @@ QUIETLY := --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .PHONY: help venv demo check test all rest quick coverage mutants acceptance docs gpu libraries torch other dist clean
 MAKEFLAGS += --no-print-directory
+unexport PYTHONDONTWRITEBYTECODE  # or each process of a test compiles what it imports
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -94,7 +94,7 @@ def test_within_3_percent_of_best_whatever_disturbs(
 ) -> None:
     training = Training(**job, **disturbance)
     tuner, best = training.tuner(NONE), training.fixed(of(max(workers)))
-    seconds = 540.0 if "drift" in disturbance or job["fetch_s"] > 1 else 240.0
+    seconds = 540.0 if "drift" in disturbance or job["fetch_s"] > 1 else 120.0
     for each in (training, best):
         each.run(60.0)
     assert training.run(seconds) >= 0.97 * best.run(seconds)
@@ -105,9 +105,9 @@ def test_ranks_in_lockstep_all_get_workers() -> None:
     ranks = [Training(**WAITS, seed=seed) for seed in range(3)]
     for rank in ranks:
         rank.tuner(NONE)
-    together(ranks, 60.0)
+    together(ranks, 40.0)
     fixed = [rank.fixed(of(12)) for rank in ranks]
-    assert together(ranks, 30.0) >= 0.97 * together(fixed, 30.0)
+    assert together(ranks, 10.0) >= 0.97 * together(fixed, 10.0)
 
 
 def test_the_frozen_stay_the_refused_go_back() -> None:
@@ -244,7 +244,8 @@ def test_further_workers_take_half_of_the_ranks_memory(
     assert training.loader.num_workers == most // 2
     # WHEN there is memory again
     training.free_bytes = 1 << 33
-    training.run(300.0)
+    while training.now < 500.0 and tuner.best.num_workers <= 4:
+        training.run(5.0)
     assert tuner.best.num_workers > 4
 
 

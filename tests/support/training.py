@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from torch.autograd import profiler
 from torch.utils.data import Dataset
 
 from autotune_loader.autoloader import births, iterator, live
@@ -95,6 +96,7 @@ class Training:
                 ),
                 "private_bytes": lambda _: WORKER_BYTES,
             },
+            profiler: {"record_function": lambda _: contextlib.nullcontext()},  # a fifth of the time
         }
         """What takes the place of the real names in these modules while the training runs."""
 
