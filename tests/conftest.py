@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing.process
 import os
 import random
@@ -200,6 +201,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         for item in marked:
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # collections, here and in what is forked, leave alone what all tests import
 
 
 def _rank(item: pytest.Item) -> tuple[bool, int]:

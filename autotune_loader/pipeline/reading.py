@@ -37,8 +37,8 @@ STRETCH = 1 << 20
 """Samples that are shuffled at once: a dataset may say that it has more than memory holds the order of."""
 MOST_SAMPLES = 1 << 31
 """No burst reads further, however long a dataset of crops says that it is: the product of two places fits in 64 bits."""
-DRAWN_S = 0.1
-"""Seconds in which a sampler is asked for what will be read next."""
+DRAWN_S, MOST_DRAWN_S = 0.1, 1.0
+"""Seconds that a sampler may compute what will be read next, and seconds of the clock, of which a busy machine takes some."""
 FAR_AWAY, LONG_AGO = 16, 4
 """Times the median distance of neighbours, in the dataset and in what a sampler gives, within which they are of one run."""
 THIN, THINNEST = 0.05, 2
@@ -167,10 +167,10 @@ class Reading:
 
 
 def _drawn(batches: Iterator[Any]) -> list[Any]:
-    drawn, until = list[Any](), time.monotonic() + DRAWN_S
+    drawn, until, latest = list[Any](), time.thread_time() + DRAWN_S, time.monotonic() + MOST_DRAWN_S
     for each in batches:
         drawn.append(copy.copy(each))  # a sampler may fill one list again and again
-        if time.monotonic() > until:
+        if time.thread_time() > until or time.monotonic() > latest:
             break
     return drawn
 
