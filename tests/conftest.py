@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import multiprocessing
 import multiprocessing.process
 import os
 import random
@@ -41,6 +42,9 @@ MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
 # Threads of a step wait for one another by spinning: two cost small models twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where the fork server is the default, each worker would import torch, for three seconds.
+multiprocessing.set_forkserver_preload(["torch"])
 
 with contextlib.suppress(ImportError):  # a bare machine with a GPU has none
     import hypothesis
