@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,7 +186,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Bursts link what the temporary folder has: here nothing, whatever else the machine runs.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
-        config.add_cleanup(functools.partial(shutil.rmtree, tempfile.tempdir, ignore_errors=True))
+        # After multiprocessing has removed its own folder there, for which -100 stands.
+        Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by mark
