@@ -96,7 +96,7 @@ class Training:
                 ),
                 "private_bytes": lambda _: WORKER_BYTES,
             },
-            profiler: {"record_function": lambda _: contextlib.nullcontext()},  # a fifth of the time
+            profiler: {"record_function": lambda _: contextlib.nullcontext()},  # a fifth of it all
         }
         """What takes the place of the real names in these modules while the training runs."""
 
