@@ -10,6 +10,7 @@ from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySampl
 from autotune_loader.search.sampler import ORDER, RECORD, ROUND, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values import Failure, LoaderConfig, Trial
+from tests.support import with_workers
 
 EIGHT_CORES = Context(usable_cores=8)
 
@@ -37,8 +38,8 @@ class TestContractOfOptuna(BasicSamplerTestCase, SingleOnlySamplerTestCase):
                 assert type(value) in (int, bool)
 
 
-def study_with(sampler):
-    return optuna.create_study(direction="maximize", sampler=sampler)
+def study_with(sampler, **storage):
+    return optuna.create_study(direction="maximize", sampler=sampler, **storage)
 
 
 def saturating(trial, most=64):
@@ -56,13 +57,20 @@ def peaked(trial):
 @pytest.mark.parametrize(
     ("objective", "best", "workers"), [(saturating, 6000, (6, 12)), (peaked, 1000, (16, 24))]
 )
-def test_an_objective_is_led_near_its_best(objective, best, workers):
-    study = study_with(sampler := TwinSampler(context=EIGHT_CORES))
-    study.optimize(objective, n_trials=15, callbacks=[sampler.stop_when_safe])
+def test_an_objective_is_led_near_its_best(objective, best, workers, tmp_path):
+    def noted(trial):
+        seen.append(trial.user_attrs)
+        return objective(trial)
+
+    file, seen = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study")), []
+    storage = optuna.storages.JournalStorage(file)
+    study = study_with(sampler := TwinSampler(context=EIGHT_CORES), storage=storage)
+    study.optimize(noted, n_trials=15, callbacks=[sampler.stop_when_safe])
     assert study.best_value >= 0.98 * best
     assert workers[0] <= sampler.belief(study).choice.num_workers <= workers[1]
-    # THEN what is proposed again is proposed in rounds, and the study says so, pickled, too
+    # THEN what is proposed again is proposed in rounds; objective and study say so, pickled, too
     kept = pickle.loads(pickle.dumps(study)).trials
+    assert [trial.user_attrs for trial in kept] == seen
     alone = [tuple(trial.params.items()) for trial in kept if ROUND not in trial.user_attrs]
     assert max(Counter(alone).values()) == 1
 
@@ -89,7 +97,9 @@ PREFETCH = {
 REST = {
     "flags": flags,
     "a flag as a number": lambda trial: 1.0 + trial.suggest_int("pin_memory", 0, 1),
-    "listed sizes": lambda trial: trial.suggest_categorical("batch_size", [16, 32]) / 16,
+    "listed sizes": lambda trial: (
+        (trial.suggest_categorical("batch_size", [None, 16, 32]) or 8) / 16
+    ),
     "a range of sizes": lambda trial: trial.suggest_int("batch_size", 16, 256, log=True) / 64,
     "": lambda trial: 1.0,
 }
@@ -220,6 +230,19 @@ def test_earlier_rounds_are_one_once_contradicted(ratio, is_one):
     sampler.since = 4
     rounds = [trial.round for trial in sampler.trials(study)]
     assert rounds == [0, 0, *([0, 0] if is_one else [2, 2]), 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("tried", "left_s", "workers"),
+    [(1, 0.0, 1), (2, 1.0, 2), (2, 0.0, None)],
+)
+def test_after_two_the_budget_ends_what_it_begins_with(tried, left_s, workers):
+    sampler = TwinSampler(first=[with_workers(count) for count in range(4)])
+    study = told(sampler, *((count, 100.0, None) for count in range(tried)))
+    sampler.seconds_left = lambda: left_s
+    config = sampler.upcoming(study)
+    assert (config and config.num_workers) == workers
+    assert sampler.stop_reason == (None if config else "BUDGET")
 
 
 @pytest.mark.parametrize("count", [15, 16])

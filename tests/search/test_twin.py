@@ -170,6 +170,9 @@ def test_a_step_on_cores_is_slowed_as_shown():
     twin = Twin([observation(0, fetch, 0.012), *seen], context)
     # THEN with other workers beside it it is expected to take about as long
     assert twin.predict([with_workers(2)]).samples_per_s[0] == pytest.approx(8 / 0.031, rel=0.08)
+    # AND without any step it is the workers that limit
+    twin = Twin([observation(2, fetch, 0.0)], Context(usable_cores=4))
+    assert twin.predict([with_workers(2)]).samples_per_s[0] == pytest.approx(1600, rel=0.01)
 
 
 WAVES = 1 + 0.5 * np.sin(np.arange(90.0))
