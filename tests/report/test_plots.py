@@ -73,16 +73,37 @@ def test_workers_shows_rounds_and_the_choice(result):
     assert [count for count, _ in points(axes, "single trial, 95%")] == [4, 1]
     assert points(axes, "chosen") == [(5, mean[5])]
     assert points(axes, "before tuning") == [(0, mean[0])]
+    whiskers = [line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "_"]
+    assert whiskers[-2:] == [pytest.approx([its]) for its in (result.rate.low, result.rate.high)]
     # THEN one line leads through all that ran, in the order of workers
     solid = [line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "-"]
     assert [each for each in solid if len(each) > 1] == [[0, 1, 4, 5, 8]]
     # AND the choice is told with the numbers of the report
+    assert axes.texts[0].get_position() == (5, 1.25 * result.ceiling.value)
+    assert axes.get_ylim()[0] == 0
     rate, times = axes.texts[0].get_text().removeprefix("5 workers: ").split("\n")
     assert rate in result.summary[0]
     assert times.removesuffix(" as fast as before") in result.summary[1]
 
 
-@pytest.mark.parametrize(("failing", "crosses"), [((7, 12, 48), [7, 12]), ((), [])])
+@pytest.mark.parametrize(("best", "side"), [(4, "left"), (5, "right")])
+def test_words_of_the_choice_stay_inside(best, side, result):
+    axes = replace(result, best=LoaderConfig(num_workers=best)).plot_workers().axes[0]
+    assert sum(axes.get_xlim()) == 8.0
+    assert axes.texts[0].get_ha() == side
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_ceiling_is_a_line_unless_far(far, result):
+    top = result.trials[2].samples_per_s
+    ceilings = exactly(1.6 * top + far), exactly(0.9 * top)
+    result = replace(result, ceiling=ceilings[0], transfer_ceiling=ceilings[1])
+    axes = result.plot_workers().axes[0]
+    drawn = {each.value for each in ceilings[far:]}
+    assert {line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"} == drawn
+
+
+@pytest.mark.parametrize(("failing", "crosses"), [((7, 14, 15), [7, 14]), ((), [])])
 def test_what_is_far_away_leaves_rates_room(result, failing, crosses):
     last = result.trials[-1]
     failed = [replace(last, config=LoaderConfig(num_workers=count)) for count in failing]
@@ -91,7 +112,8 @@ def test_what_is_far_away_leaves_rates_room(result, failing, crosses):
     axes, legend = figure.axes[0], [text.get_text() for text in figure.legends[0].get_texts()]
     label = f"failed: {', '.join(map(str, failing))} workers"
     assert (label in legend) == bool(failing)
-    assert [count for count, _ in points(axes, label)] == crosses
+    height = pytest.approx(0.03 * result.trials[2].samples_per_s)
+    assert points(axes, label) == [(count, height) for count in crosses]
     assert axes.get_xlim()[1] < 2 * 8
     assert axes.get_ylim()[1] < 2 * result.rate.value
     for rate in (1, 2):
@@ -109,6 +131,8 @@ def test_stages_are_drawn_longest_first(result):
     axes = replace(result, stages=(long, *STAGES * MOST_STAGES)).plot_stages().axes[0]
     axes.figure.canvas.draw()
     assert len({bar.get_y() for bar in axes.patches}) == len(axes.texts) == MOST_STAGES
+    heights = [replace(result, stages=STAGES[:n]).plot_stages().get_figheight() for n in (1, 3)]
+    assert [*heights, axes.figure.get_figheight()] == pytest.approx([2.86, 2.86, 5.8])
     assert axes.get_position().width > 0.5
 
 
@@ -139,9 +163,13 @@ def test_timeline_shows_the_last_ten_batches(trial, number, result):
     for row in makers:
         pairs = itertools.pairwise(sorted(bars[row]))
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairs)
-    for text in (each for each in axes.texts if each.get_color() == "white"):
-        begin, end = bars["training step"][int(text.get_text()) - 1]
-        assert begin < text.get_position()[0] < end
+    for text in axes.texts:
+        at, row = text.get_position()
+        kind = "training step" if text.get_color() == "white" else rows[row]
+        centres = [pytest.approx((begin + end) / 2) for begin, end in bars[kind]]
+        assert at in centres
+        assert kind == rows[row] or centres.index(at) == int(text.get_text()) - 1
+    assert {text.get_text() for text in axes.texts} == set(map(str, range(1, 11)))
     # AND the share is that of these bars; the report's is told where it is another
     waits, steps = (
         sum(end - begin for begin, end in bars[each])
@@ -153,6 +181,9 @@ def test_timeline_shows_the_last_ten_batches(trial, number, result):
     waiting = f"The training loop waits {seen} of the time shown{told}"
     title = f"The last 10 batches of a trial: {burst.config}\n{waiting}"
     assert axes.get_title(loc="left") == title
+    # AND there is room for each row
+    assert axes.figure.get_size_inches() == pytest.approx([9.0, 1.8 + 0.36 * len(rows)])
+    assert axes.get_ylim() == (len(rows) - 0.5, -0.5)
 
 
 def test_where_there_is_no_timeline_it_says_why(result):
