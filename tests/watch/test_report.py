@@ -54,7 +54,7 @@ WAITS = (4, Bottleneck.STORAGE, RUN_WITH_WORKERS)
     [
         (loader_of(), *WAITS),
         (loader_of(), 1, *WAITS[1:]),
-        (loader_of(loop_cpu_s=0.008), 4, Bottleneck.CPU, RUN_WITH_WORKERS),
+        (loader_of(loop_cpu_s=0.008), 2, Bottleneck.CPU, RUN_WITH_WORKERS),
         (loader_of(loop_cpu_s=0.008), 1, Bottleneck.CPU, None),  # workers compute, too
         (loader_of(2), 4, Bottleneck.STORAGE, RUN),
         (QUEUED_IN_WORKERS, 4, Bottleneck.CORES, None),
@@ -127,7 +127,7 @@ def test_a_wait_above_what_is_allowed_is_told(monkeypatch):
     seen = seen_of(monkeypatch, loader_of())
     told = seen.too_long(Plan(verb="watch", most_waiting=0.4))
     assert told == Caution.WAITS_TOO_LONG(name="train.py:15", share=0.41, most=0.4)
-    assert seen.too_long(Plan(verb="watch", most_waiting=0.42)) is None
+    assert seen.too_long(Plan(verb="watch", most_waiting=0.41)) is None
     assert seen.too_long(Plan(verb="watch")) is None
 
 
@@ -166,8 +166,9 @@ def test_a_loader_that_takes_little_comes_last(monkeypatch):
 )
 def test_rank_0_tells_and_says_of_how_many(rank, ranks, end, monkeypatch, capsys):
     seen = replace(seen_of(monkeypatch, loader_of()), rank=rank, ranks=ranks)
-    report.tell([seen], Plan(verb="watch", most_waiting=0.4))
+    report.tell([seen, copy.deepcopy(seen)], Plan(verb="watch", most_waiting=0.4))
     told = capsys.readouterr().err
+    assert told.count("--fail-if-wait") == (rank == 0)
     assert told.endswith(end)
     assert bool(told) == (rank == 0)
     (loader,) = report.report_of([seen, copy.deepcopy(seen), copy.deepcopy(seen)]).loaders

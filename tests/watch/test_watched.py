@@ -453,6 +453,17 @@ def test_waits_pauses_and_starts_are_told_apart(monkeypatch):
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
     assert loop.known.in_loop.of_one == pytest.approx((1.4 / 8, 0.7 / 8))
     assert loop.known.batch_bytes == 32
+    # AND a thread that took half of the batches did not read ahead
+    loop.known.ahead = 4
+    assert not loop.known.is_read_ahead
+    loop.known.ahead = 5
+    assert loop.known.is_read_ahead
+
+
+def test_of_a_batch_dense_tensors_are_looked_at():
+    dense, sparse = torch.eye(2), torch.eye(2).to_sparse()
+    batch = {"x": [sparse, (dense, 1)], "y": "text"}
+    assert [*map(id, watched.tensors_in(batch))] == [id(dense)]
 
 
 class Meter:
