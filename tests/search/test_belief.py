@@ -249,6 +249,7 @@ def test_beliefs_are_those_that_studies_judged(is_traced):
     context = replace(CONTEXT, epoch_batches=500, start_s=2.0)
     stages = [observed(with_workers(count), step_s=0.009) for count in (0, 1, 4)]
     belief = Belief(PINS, context, trials, observations=stages if is_traced else None)
+    assert belief.choice == with_workers(*((3, 8) if is_traced else (4, 1)), pin_memory=True)
     for (workers, prefetch, pinned), (traced, untraced) in BELIEVED.items():
         config = with_workers(workers, prefetch, pin_memory=pinned)
         rate, loss, probability, rival = traced if is_traced else untraced

@@ -119,11 +119,11 @@ def test_workers_are_counted_while_all_are_seen():
     burst = replace(BURST, traces=tuple(traces))
     # THEN they worked 2.5 and 1.5 of 4.5 s
     assert Observation.of(with_workers(2), burst).at_work == pytest.approx(4.0 / 4.5)
-    # AND while one is not seen, it is what the rate tells
-    burst = replace(burst, traces=tuple(traces[:4]))
+    # AND while one is not seen, or no two at a time, it is what the rate tells
     rate = burst.samples_per_s.value / burst.batch_size
-    told = Observation.of(with_workers(3), burst)
-    assert told.at_work == pytest.approx(min(rate * told.service_s.mean(), 3.0))
+    for workers, seen in ((3, traces[:4]), (2, [traces[0], traces[4]._replace(fetch_start=1.0)])):
+        told = Observation.of(with_workers(workers), replace(burst, traces=tuple(seen)))
+        assert told.at_work == pytest.approx(min(rate * told.service_s.mean(), workers))
 
 
 @pytest.mark.parametrize(
