@@ -27,7 +27,7 @@ from autotune_loader.machine import nvml
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.values import LoaderConfig, WorkloadError
-from autotune_loader.watch.run_plan import say
+from autotune_loader.watch.run_plan import Plan, say
 
 TRAIN = """
 import argparse
@@ -181,6 +181,22 @@ def test_the_least_and_the_most_are_taken(line, name, value):
     assert Command.all[command].parsed(arguments).keywords[name] == value
 
 
+@pytest.mark.parametrize(
+    ("line", "started"),
+    [
+        ("watch train.py -o x --", ("train.py", ["-o", "x", "--"])),
+        ("run -m -- project.train a", ("project.train", ["a"])),
+    ],
+)
+def test_what_follows_a_script_is_its_own(line, started, folder):
+    command, *arguments = line.split()
+    launched = Command.all[command].parsed(["--json", "x.json", *arguments])()
+    plan, *rest = launched.args
+    assert rest == [*started]
+    assert launched.keywords == {"is_module": "-m" in arguments}
+    assert plan == Plan(verb=command, report=str(folder / "x.json"))
+
+
 SHAPES = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
 
 
@@ -248,7 +264,7 @@ def test_a_terminal_without_our_characters_has_others(monkeypatch):
     out, err = (TextIOWrapper(BytesIO(), encoding="ascii") for _ in range(2))
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    assert cli.main(["watch"]) == 2
+    assert cli.main(["watch", "--nothing"]) == 2
     say("a ─ b – c ± é")
     assert (out.errors, err.errors) == ("strict", "strict")  # they are the script's
     assert cli.main(["show"]) == 0

@@ -148,6 +148,13 @@ def test_what_is_first_is_left_out_of_stages(workers, batches, kept, steps):
     assert found.step_s == pytest.approx([2 + 0.3 * i + loop_s for i in steps])
 
 
+def test_without_traces_a_burst_tells_its_means():
+    means = {"service_s": 0.04, "service_cpu_s": 0.03, "receive_s": 0.002, "step_s": 0.01}
+    found = Observation.of(with_workers(1), replace(BURST, traces=(), **means))
+    told = [found.service_s, found.cpu_s, found.receive_s, found.step_s]
+    assert [each.tolist() for each in told] == [[mean] for mean in means.values()]
+
+
 def observation(workers, service_s, step_s, receive_s=0.001, **more):
     """A burst with these seconds of each batch."""
     service, step, receive = (
