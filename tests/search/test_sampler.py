@@ -1,16 +1,19 @@
 """The sampler in studies as users run them: led near the best, stopped, with odd records."""
 
+import datetime
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import optuna
 import pytest
 from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySamplerTestCase
+from optuna.trial import TrialState
 
 from autotune_loader.search.sampler import ORDER, RECORD, ROUND, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values import Failure, LoaderConfig, Trial
-from tests.support import with_workers
+from tests.support import SimulatedMachine, simulated_trials, with_workers
 
 EIGHT_CORES = Context(usable_cores=8)
 
@@ -245,6 +248,46 @@ def test_after_two_the_budget_ends_what_it_begins_with(tried, left_s, workers):
     assert sampler.stop_reason == (None if config else "BUDGET")
 
 
+def test_what_others_measure_is_not_proposed():
+    # GIVEN trials of other processes, of which the second has run for too long to live
+    sampler = TwinSampler(first=[with_workers(count) for count in range(4)])
+    study, legal = told(sampler, (0, 100.0, None)), sampler.space.distributions()
+    for workers, seconds in ((1, 59), (2, 61)):
+        known = {"params": sampler.space.params(with_workers(workers)), "distributions": legal}
+        trial = optuna.trial.create_trial(state=TrialState.RUNNING, **known)
+        trial.datetime_start -= datetime.timedelta(seconds=seconds)
+        study.add_trial(trial)
+    study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING))  # has asked for nothing
+    assert sampler.upcoming(study) == with_workers(2)
+    # AND what the caller enqueues takes no turn
+    study.enqueue_trial(sampler.space.params(with_workers(3)))
+    assert sampler.space.suggest(study.ask()) == with_workers(3)
+    assert sampler.upcoming(study) == with_workers(2)
+
+
+def test_without_any_first_it_begins_without_workers():
+    sampler = TwinSampler(first=[])
+    assert sampler.upcoming(study_with(sampler)) == LoaderConfig()
+
+
+EARLIER = (2, 100.0, 0), (4, 200.0, 0), (8, 150.0, 0)
+
+
+@pytest.mark.parametrize(("own", "sides"), [(2, (4, 5, 2)), (None, (4, 5)), (96, (4, 5))])
+def test_earlier_rounds_are_looked_at_again(own, sides):
+    # GIVEN rounds of an earlier run, in which four workers were the fastest
+    sampler = TwinSampler(baseline=None if own is None else with_workers(own))
+    study, sampler.since = told(sampler, *EARLIER), 3
+    for place in range(len(sides)):
+        config, attributes = sampler.take(study, 3 + place)
+        assert config.num_workers in sides
+        assert attributes == {ROUND: 3, ORDER: place}
+        assert sampler.is_within_round() == (place + 1 < len(sides))
+    # BUT not where a round does not fit
+    sampler.seconds_left = lambda: -1.0
+    assert sampler.take(told(sampler, *EARLIER), 3) is None
+
+
 @pytest.mark.parametrize("count", [15, 16])
 def test_after_16_configurations_none_is_proposed_anew(count):
     sampler = TwinSampler()
@@ -253,9 +296,33 @@ def test_after_16_configurations_none_is_proposed_anew(count):
     assert (proposed == {*range(count)}) == (count == 16)
 
 
+def test_what_is_known_goes_on_in_another_study():
+    # GIVEN a burst of a round, a trial of another process that is under way, one that failed,
+    # and one of more workers than are legal here
+    [burst] = simulated_trials(SimulatedMachine(), with_workers(2))
+    gone = Failure(kind="crashed", phase="start", message="gone")
+    failed, many = replace(burst, measurement=None, failure=gone), with_workers(96)
+    first, sampler = TwinSampler(), TwinSampler()
+    study = study_with(first)
+    for trial in (replace(burst, round=0), None, failed, replace(burst, config=many)):
+        asked = study.ask(first.space.distributions())
+        if trial is not None:
+            first.record(asked, trial)
+            state = TrialState.PRUNED if trial.failure else TrialState.COMPLETE
+            study.tell(asked, trial.samples_per_s, state=state)
+    before = sampler.trials(study)
+    sampler.go_on_in(new := study_with(sampler))
+    told, rate = new.trials, burst.samples_per_s
+    assert [each.state.name for each in told] == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE"]
+    assert [each.value for each in told] == [rate, None, None, rate]
+    assert [each.params.get("num_workers") for each in told] == [2, None, 2, None]
+    assert [each.user_attrs.get(ROUND) for each in told] == [0, None, None, None]
+    assert TwinSampler().trials(new) == before
+
+
 def test_a_burst_counts_that_optuna_was_not_told():
     # GIVEN a Ctrl-C after a burst, and one before the next
-    study, failed = study_with(sampler := TwinSampler()), optuna.trial.TrialState.FAIL
+    study, failed = study_with(sampler := TwinSampler()), TrialState.FAIL
     trial = study.ask(sampler.space.distributions())
     gone = Failure(kind="crashed", phase="start", message="gone")
     sampler.record(trial, known := Trial(number=0, config=LoaderConfig(), failure=gone))
