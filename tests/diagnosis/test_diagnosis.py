@@ -323,18 +323,6 @@ def test_a_ready_batch_takes_its_median(waits, receive_s):
     assert ready_s(ran(FOUR, 1.0, traces=traces).measurement) == receive_s
 
 
-@pytest.mark.parametrize(
-    ("parent", "config"),
-    [
-        ((None, (4 << 30) - 1, False), FOUR),
-        (("cuda", 12 << 30, True), LoaderConfig()),  # no workers
-    ],
-)
-def test_a_cheap_fork_needs_no_other_start_method(parent, config):
-    _, advice = diagnose(evidence(parent=ParentProcess(*parent), config=config))
-    assert not any("forkserver" in each for each in advice)
-
-
 def test_without_a_ceiling_waiting_bounds_the_gain():
     found, _ = diagnose(evidence(ceiling=None, wait_share=0.41))
     assert found.gain == pytest.approx(0.41 / 0.59)

@@ -9,7 +9,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from diagnosis.test_diagnosis import CASES, COPIES, IN_MEMORY, OF_TEN, QUEUED, READS, evidence
+from diagnosis.test_diagnosis import (
+    CASES,
+    COPIES,
+    IN_MEMORY,
+    OF_CUDA,
+    OF_LARGE,
+    OF_TEN,
+    QUEUED,
+    READS,
+    evidence,
+)
 from report.example import STAGES, ran
 
 from autotune_loader import AutoLoader, LoaderConfig
@@ -17,6 +27,7 @@ from autotune_loader.autoloader import iterator, live
 from autotune_loader.autoloader.births import Births
 from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Kept, Undecided, diagnose
 from autotune_loader.diagnosis.tables import Fact, Table
+from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.tuning.assemble import assembled, choice_of
 from autotune_loader.values import Interval
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe, simulated_result
@@ -96,6 +107,7 @@ def test_a_case_gives_its_rows(case, rows):
 
 NONE, ONE, TWO = (LoaderConfig(num_workers=workers) for workers in range(3))
 READING = replace(STAGES[1], wall_s=1.5, cpu_s=0.5)
+LESS = ParentProcess(None, (4 << 30) - 1, is_elastic=False)
 # A row, what differs, and a figure with which it is said, and with which it is not.
 LIMITS = [
     ("KEEP_WORKERS", {}, "starting_share", 0.11, 0.1),
@@ -107,6 +119,8 @@ LIMITS = [
     ("FEWER_WORKERS", QUEUED, "config", TWO, ONE),
     ("TRANSFER_LESS", COPIES, "batch_bytes", 1 << 20, (1 << 20) - 1),
     ("SHARED_CORES", {}, "step_s", 0.0201, 0.02),
+    ("FORKED_INITIALIZED", OF_CUDA, "config", ONE, NONE),
+    ("FORKED_LARGE", OF_LARGE, "parent", OF_LARGE["parent"], LESS),
     ("SHARED_CORES", {"copy_s": 0.008, "fetch_s": 0.04}, "step_s", 0.029, 0.027),
 ]
 

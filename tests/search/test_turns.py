@@ -92,10 +92,9 @@ def test_the_cheapest_of_the_fastest_is_chosen(rates, winner):
     assert len(set(alone)) == len(alone) == len(rates)
 
 
-@pytest.mark.parametrize("many", [1000.0, 1300.0], ids=["there", "one far above it denies it"])
-def test_as_fast_as_the_step_alone_ends_it(many):
-    job = Job({OWN: 500.0, FEW: 996.0, MANY: many}, noise=0.001)
-    assert (job.run(MANY, FEW, ceiling=1000.0) == "CEILING") == (many == 1000.0)
+def test_as_fast_as_the_step_alone_ends_it():
+    job = Job({OWN: 500.0, FEW: 996.0, MANY: 1000.0}, noise=0.001)
+    assert job.run(MANY, FEW, ceiling=1000.0) == "CEILING"
 
 
 @pytest.mark.parametrize(
