@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from report.example import ran
 
+from autotune_loader import TuningResult
 from autotune_loader.autoloader.live import Found
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Kept
@@ -16,6 +17,7 @@ from autotune_loader.pipeline.loop_log import Site, Totals
 from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.values import Interval, LoaderConfig
 from autotune_loader.watch import report
+from autotune_loader.watch.others import gathered, leave
 from autotune_loader.watch.run_plan import Plan
 from autotune_loader.watch.session import Session
 from autotune_loader.watch.watched import CpuTimes, ScriptLoader
@@ -35,9 +37,9 @@ def loader_of(workers=0, *, loop_cpu_s=0.001, queued_s=0.0, busy_s=5.0, **totals
     return known
 
 
-def seen_of(monkeypatch, *loaders, cores=4, script="train.py"):
+def seen_of(monkeypatch, *loaders, cores=4, script="train.py", verb="watch"):
     monkeypatch.setattr(report, "usable_cores", lambda: SimpleNamespace(usable=cores))
-    session = Session(Plan(verb="watch", script=script))
+    session = Session(Plan(verb=verb, script=script))
     session.loaders += loaders
     return report.seen_of(session)
 
@@ -73,6 +75,26 @@ def test_a_command_is_named_where_it_could_pay(monkeypatch, known, cores, bottle
     assert named == ([command] if command else [])
 
 
+@pytest.mark.parametrize(
+    ("workers", "kept", "command"),
+    [(0, Kept.NO_CONSENT(), RUN_WITH_WORKERS), (0, Kept.ITERABLE(), None), (2, None, None)],
+)
+def test_run_names_a_command_where_it_may_do_more(monkeypatch, workers, kept, command):
+    known = loader_of(workers)
+    known.kept = kept
+    (found,) = seen_of(monkeypatch, known, verb="run").report.loaders
+    named = [each.kind for each in found.advice if each.kind in (RUN, RUN_WITH_WORKERS)]
+    assert named == ([command] if command else [])
+
+
+@pytest.mark.parametrize(
+    ("figures", "is_told"), [({}, True), ({"batches": 2}, False), ({"stepped_s": 0.0}, False)]
+)
+def test_a_rate_needs_three_batches_and_a_step(monkeypatch, figures, is_told):
+    (found,) = seen_of(monkeypatch, loader_of(**{"batches": 3, **figures})).report.loaders
+    assert (found.samples_per_s is not None) == is_told
+
+
 @pytest.mark.parametrize(("last", "told"), [(7, None), (8, "2 of 4 workers")])
 def test_a_worker_is_idle_once_all_had_turns(monkeypatch, last, told):
     known = loader_of(4)
@@ -81,6 +103,10 @@ def test_a_worker_is_idle_once_all_had_turns(monkeypatch, last, told):
     assert found.idle_workers == (Caution.IDLE_WORKERS(idle=2, workers=4) if told else None)
     assert (Advice.SPREAD_SHARDS(busy=2) in found.advice) == bool(told)
     assert found.delivered == (8, last, 0, 0)
+    # AND none is where all deliver
+    known.delivered.update({2: 8, 3: 8})
+    (found,) = seen_of(monkeypatch, known).report.loaders
+    assert found.idle_workers is None
 
 
 @pytest.mark.parametrize(
@@ -129,6 +155,28 @@ def test_a_wait_above_what_is_allowed_is_told(monkeypatch):
     assert told == Caution.WAITS_TOO_LONG(name="train.py:15", share=0.41, most=0.4)
     assert seen.too_long(Plan(verb="watch", most_waiting=0.41)) is None
     assert seen.too_long(Plan(verb="watch")) is None
+    assert "15 of rank 1: " in replace(seen, rank=1).too_long(Plan(verb="watch", most_waiting=0.4))
+
+
+def test_what_a_process_leaves_is_gathered_once(monkeypatch, tmp_path):
+    seen, folder = seen_of(monkeypatch, loader_of()), tmp_path / "left"
+    assert leave(seen, str(folder))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert gathered(str(folder)) == [seen]
+    assert not folder.exists()
+    assert gathered(str(folder)) == []
+    assert not leave(seen, "/dev/null/left")
+
+
+def test_what_is_asked_for_is_written(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "loader.json"
+    seen = seen_of(monkeypatch, loader_of(waited_s=4.12345))
+    report.tell([seen], Plan(verb="watch", output=str(file), report=str(tmp_path)))
+    told = capsys.readouterr().err
+    assert f"\nWritten to {file}.\n" in told
+    assert f"\n{tmp_path} was not written: [Errno" in told
+    assert TuningResult.load(file).seconds == 10.023
+    assert 0.0 <= seen.report.seconds < 60.0  # since the session began
 
 
 def test_a_script_that_watches_itself_gets_a_call(monkeypatch):

@@ -187,6 +187,21 @@ def test_under_run_a_report_says_why_nothing_tunes(monkeypatch, capsys):
     assert f"not changed: {Kept.NOT_TUNED(error='OSError: no room')}" in told
 
 
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_where_no_loader_is_iterated_it_says_so(rank, told, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    with enable("run"):
+        pass
+    said = "\nautotune-loader run: No PyTorch DataLoader was iterated: nothing to report.\n"
+    assert capsys.readouterr().err == (said if told else "")
+
+
+def test_enabling_writes_what_it_is_asked_for(tmp_path, capsys):
+    with enable("watch", output=tmp_path / "loader.json"):
+        list(make())
+    assert LINE in (tmp_path / "loader.json").read_text()
+
+
 def test_enabling_again_leaves_nothing_behind(capsys):
     with enable("watch"):
         list(DataLoader(NUMBERS))
