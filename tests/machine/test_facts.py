@@ -87,9 +87,15 @@ V2_MEMORY = {
     "pod/memory.stat": "inactive_file 0\n", "memory.max": "max\n",
 }  # fmt: skip
 
+FULL = {  # more in use than is allowed, and more cache than use
+    "pod/memory.max": "100", "pod/memory.current": "120",
+    "memory.max": "200", "memory.current": "10", "memory.stat": "inactive_file 30\n",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(("groups", "files", "left", "total"), [
     ("0::/pod/app\n", V2_MEMORY, [900, 50, 20, 10], 100),
+    ("0::/pod\n", FULL, [900, 0, 200], 100),
     ("0::/\n", {"memory.max": "garbage", "memory.stat": "a b c"}, [900], 1000),
 ])  # fmt: skip
 def test_memory_is_the_least_that_is_left(groups, files, left, total, inspect):

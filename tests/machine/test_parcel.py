@@ -136,6 +136,14 @@ def test_what_is_posted_is_pickled_once_and_small():
     assert [pickle.loads(each) for each in sent] == [list(range(100_000))] * 2
 
 
+@pytest.mark.parametrize(
+    ("items", "can_change"),
+    [(["a", ("b", 1)], False), ([("b", [1])], True), ([["b"]], True)],
+)
+def test_a_list_of_what_cannot_change_has_a_number(items, can_change):
+    assert (Lists().number(items) is None) == can_change
+
+
 def test_lists_that_are_gone_are_forgotten():
     lists = Lists()
     Parcel([str(index) for index in range(2 * LARGE)], lists=lists)

@@ -325,6 +325,32 @@ def test_a_thread_that_reads_ahead_is_not_judged(way, is_ahead, capsys):
     assert (Caution.READ_AHEAD(thread="ahead") in told) == (way is in_a_queue)
 
 
+def test_a_first_line_is_said_once_unless_stopped():
+    said, never = queue.Queue(), threading.Event()
+    line, late = session.FirstLine(lambda: said.put(1), 0.0), session.FirstLine(never.set, 600.0)
+    line.start()
+    assert said.get(timeout=10) == 1
+    line.pause()
+    line.start()  # it is over
+    line.stop()
+    assert said.empty()
+    # AND a thread that is paused is gone, and goes on from then
+    threads = lambda: {*os.listdir("/proc/self/task")}  # noqa: E731, PTH208
+    before = threads()
+    late.start()
+    late.start()
+    assert len(threads() - before) == 1
+    late.pause()
+    assert threads() <= before
+    late.start()
+    assert session.waiting.count(late) == 1
+    late.stop()
+    late.start()
+    assert threads() <= before
+    assert late not in session.waiting
+    assert not never.is_set()
+
+
 @pytest.mark.process
 def test_something_is_said_within_10_s(capfd, monkeypatch):
     now, begun, forked = 0.0, time.monotonic(), multiprocessing.get_context("fork").Event()
