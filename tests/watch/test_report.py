@@ -1,6 +1,7 @@
 """What a script's report says: what its loops show, the command that may pay, a block as drawn."""
 
 import copy
+import os
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -158,9 +159,10 @@ def test_a_wait_above_what_is_allowed_is_told(monkeypatch):
     assert "15 of rank 1: " in replace(seen, rank=1).too_long(Plan(verb="watch", most_waiting=0.4))
 
 
-def test_what_a_process_leaves_is_gathered_once(monkeypatch, tmp_path):
+def test_what_a_process_leaves_is_gathered_once(monkeypatch, capsys, tmp_path):
     seen, folder = seen_of(monkeypatch, loader_of()), tmp_path / "left"
-    assert leave(seen, str(folder))
+    report.tell([seen], Plan(verb="watch", pid=os.getppid(), folder=str(folder)))
+    assert capsys.readouterr().err == ""
     assert folder.stat().st_mode & 0o777 == 0o700
     assert gathered(str(folder)) == [seen]
     assert not folder.exists()
@@ -187,6 +189,7 @@ def test_a_script_that_watches_itself_gets_a_call(monkeypatch):
 def test_figures_are_of_the_settings_that_are_told(monkeypatch):
     known, eight = loader_of(), LoaderConfig(num_workers=8)
     tuner = Tuner(known.log, known.own, cores=4, max_workers=32)
+    known.kept = Kept.ITERABLE()  # as long as nothing tuned it
     known.tune_by(Found(site=SITE, log=known.log, tuner=tuner, has_batched_fetch=True))
     rates = {known.own: 47.0, eight: 690.0}
     tuner.measured = {each: [ran(each, rate).measurement] for each, rate in rates.items()}
@@ -195,6 +198,7 @@ def test_figures_are_of_the_settings_that_are_told(monkeypatch):
     (told,), result = seen.report.loaders, seen.result
     assert (told.samples_per_s, told.wait_share) == (47.0, 0.125)
     assert told.settings_now["num_workers"] == 0
+    assert told.kept == known.found.kept
     assert (result.rate.value, result.wait_share, result.status) == (47.0, 0.125, "partial")
     assert result.bottleneck == told.bottleneck == known.found.result.bottleneck
     assert "Best so far: 8 workers, prefetch 2, 14.7x the rate of 0 workers." in result.report()
