@@ -46,6 +46,14 @@ def seen_of(monkeypatch, *loaders, cores=4, script="train.py", verb="watch"):
 
 
 RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
+COMMANDS = {RUN_WITH_WORKERS: "run --allow-workers train.py`", RUN: "run train.py`"}
+
+
+def commands_in(found):
+    """The kinds of advice that name a command."""
+    named = [each for each in found.advice if each.kind in COMMANDS]
+    assert [each for each in named if f"`autotune-loader {COMMANDS[each.kind]}" not in each] == []
+    return [each.kind for each in named]
 
 
 QUEUED_IN_WORKERS = loader_of(2, queued_s=0.039, busy_s=39.0)
@@ -72,8 +80,7 @@ WAITS = (4, Bottleneck.STORAGE, RUN_WITH_WORKERS)
 def test_a_command_is_named_where_it_could_pay(monkeypatch, known, cores, bottleneck, command):
     (found,) = seen_of(monkeypatch, known, cores=cores).report.loaders
     assert bottleneck.said_by(found.bottleneck), found.bottleneck
-    named = [each.kind for each in found.advice if each.kind in (RUN, RUN_WITH_WORKERS)]
-    assert named == ([command] if command else [])
+    assert commands_in(found) == ([command] if command else [])
 
 
 @pytest.mark.parametrize(
@@ -84,8 +91,7 @@ def test_run_names_a_command_where_it_may_do_more(monkeypatch, workers, kept, co
     known = loader_of(workers)
     known.kept = kept
     (found,) = seen_of(monkeypatch, known, verb="run").report.loaders
-    named = [each.kind for each in found.advice if each.kind in (RUN, RUN_WITH_WORKERS)]
-    assert named == ([command] if command else [])
+    assert commands_in(found) == ([command] if command else [])
 
 
 @pytest.mark.parametrize(
@@ -125,6 +131,17 @@ def test_evidence_is_of_one_batch(monkeypatch, workers, queued_s, expected):
     expected |= {"samples_per_s": 400, "batch_size": 8, "step_s": 5.9 / 500, "batch_bytes": 0}
     expected |= {"cpu_share": 5 / (4 * 10), "fetch_cpu_s": 0.001, "loader_share": 4.1 / 20}
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("workers", "unknown"), [(0, ("fetch_s", "fetch_cpu_s", "fetch_queued_s")), (2, ("receive_s",))]
+)
+def test_what_was_not_clocked_is_not_known(workers, unknown):
+    known = loader_of(workers)
+    known.in_loop.batches = 0.0
+    found = asdict(report.evidence_of(known, 20.0))
+    assert {name: found[name] for name in unknown} == dict.fromkeys(unknown)
+    assert found["receive_queued_s"] == 0.0
 
 
 def test_a_fork_is_told_beside_the_next_step(monkeypatch):
