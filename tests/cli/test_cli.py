@@ -27,7 +27,7 @@ from autotune_loader.machine import nvml
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.values import LoaderConfig, WorkloadError
-from autotune_loader.watch.run_plan import Plan, say
+from autotune_loader.watch.run_plan import say
 
 TRAIN = """
 import argparse
@@ -179,22 +179,6 @@ def test_a_wrong_line_is_answered_with_what_works(line, told, tune, capsys):
 def test_the_least_and_the_most_are_taken(line, name, value):
     command, *arguments = line.split()
     assert Command.all[command].parsed(arguments).keywords[name] == value
-
-
-@pytest.mark.parametrize(
-    ("line", "started"),
-    [
-        ("watch train.py -o x --", ("train.py", ["-o", "x", "--"])),
-        ("run -m -- project.train a", ("project.train", ["a"])),
-    ],
-)
-def test_what_follows_a_script_is_its_own(line, started, folder):
-    command, *arguments = line.split()
-    launched = Command.all[command].parsed(["--json", "x.json", *arguments])()
-    plan, *rest = launched.args
-    assert rest == [*started]
-    assert launched.keywords == {"is_module": "-m" in arguments}
-    assert plan == Plan(verb=command, report=str(folder / "x.json"))
 
 
 SHAPES = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")

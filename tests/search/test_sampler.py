@@ -3,7 +3,6 @@
 import datetime
 import pickle
 from collections import Counter
-from dataclasses import replace
 
 import optuna
 import pytest
@@ -13,7 +12,7 @@ from optuna.trial import TrialState
 from autotune_loader.search.sampler import ORDER, RECORD, ROUND, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values import Failure, LoaderConfig, Trial
-from tests.support import SimulatedMachine, simulated_trials, with_workers
+from tests.support import with_workers
 
 EIGHT_CORES = Context(usable_cores=8)
 
@@ -294,30 +293,6 @@ def test_after_16_configurations_none_is_proposed_anew(count):
     study = told(sampler, *((workers, 100.0 + workers, None) for workers in range(count)))
     proposed = {config.num_workers for config in sampler.belief(study).configs}
     assert (proposed == {*range(count)}) == (count == 16)
-
-
-def test_what_is_known_goes_on_in_another_study():
-    # GIVEN a burst of a round, a trial of another process that is under way, one that failed,
-    # and one of more workers than are legal here
-    [burst] = simulated_trials(SimulatedMachine(), with_workers(2))
-    gone = Failure(kind="crashed", phase="start", message="gone")
-    failed, many = replace(burst, measurement=None, failure=gone), with_workers(96)
-    first, sampler = TwinSampler(), TwinSampler()
-    study = study_with(first)
-    for trial in (replace(burst, round=0), None, failed, replace(burst, config=many)):
-        asked = study.ask(first.space.distributions())
-        if trial is not None:
-            first.record(asked, trial)
-            state = TrialState.PRUNED if trial.failure else TrialState.COMPLETE
-            study.tell(asked, trial.samples_per_s, state=state)
-    before = sampler.trials(study)
-    sampler.go_on_in(new := study_with(sampler))
-    told, rate = new.trials, burst.samples_per_s
-    assert [each.state.name for each in told] == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE"]
-    assert [each.value for each in told] == [rate, None, None, rate]
-    assert [each.params.get("num_workers") for each in told] == [2, None, 2, None]
-    assert [each.user_attrs.get(ROUND) for each in told] == [0, None, None, None]
-    assert TwinSampler().trials(new) == before
 
 
 def test_a_burst_counts_that_optuna_was_not_told():
