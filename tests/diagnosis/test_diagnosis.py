@@ -56,8 +56,6 @@ SMALL = {
 }  # fmt: skip
 RARELY = {"wait_share": 0.05, "fetch_s": 0.004, "fetch_cpu_s": 0.003}
 RARELY |= {"cpu_share": 0.27, "foreign_cpu_share": 0.7}
-NOT_MISSED = {"trials": (ran(SIX, 1010.0), failed("oom_killed", TWELVE))}
-EXPECTED_NO_FASTER = replace(failed("oom_killed"), predicted_samples_per_s=1010.0)
 ASLEEP_IN_TIME = {"wait_share": 0.04, "fetch_cpu_s": 0.01, "cpu_share": 0.3}
 ASLEEP_IN_TIME |= {"ceiling": exactly(1090.0)}
 QUEUED = {"fetch_queued_s": 0.12}
@@ -96,8 +94,6 @@ CASES = {
     "what failed otherwise": ("cpu", {"trials": (failed("user_exception"), ran(FOUR, 2300.0))},
         "at most 2.00x as fast", ""),
     "a step that was passed": ("cpu", {"wait_share": 0.95}, "more than 10x as fast", ""),
-    "memory that was not missed": ("cpu", NOT_MISSED, "", ""),
-    "memory that would bring nothing": ("cpu", {"trials": (EXPECTED_NO_FASTER,)}, "", ""),
     "the step": ("step", {"wait_share": 0.02, "ceiling": exactly(1020.0)},
         "waits for data 2% of the time. It runs at 1,000/s; the step alone runs at 1,020/s.",
         "Speed up the step"),
@@ -161,8 +157,6 @@ CASES = {
     "workers that are kept": ("start_up", {**STARTS, "config": KEPT}, "", None),
     "starts, and no more known": ("start_up", {**STARTS, "wait_share": 0.98, "fetch_s": None},
         "takes 20%", ""),
-    "starting epochs, and more": ("cpu", {**STARTS, "wait_share": 0.98},
-        "98% of the time", "persistent_workers=True"),
     "in memory": ("in_memory", IN_MEMORY,
         "training process, 1 ms per batch. The training loop waits", "__getitems__"),
     "in memory, in batches": ("in_memory", {**IN_MEMORY, "has_batched_fetch": True},
@@ -188,8 +182,6 @@ CASES = {
     "never waits, yet slow": ("unclear",
         {"wait_share": 0.01, "cpu_share": 0.2, "foreign_cpu_share": 0.05},
         "runs at 1,000/s; the step alone runs at 2,000/s.", None),
-    "neighbours": ("unclear", {"wait_share": 0.01, "foreign_cpu_share": 0.5},
-        "used 50% of the CPU", None),
     "no core was idle": ("unclear", NO_IDLE_CORE, "of which 40 ms are CPU time.", None),
 }  # fmt: skip
 

@@ -66,7 +66,6 @@ BY_DIAGNOSIS = {
     "memory that ran out": "MEMORY RAN_OUT WAITS AT_MOST SMALLER_WORKERS",
     "shared memory": "MEMORY RAN_OUT WAITS AT_MOST MORE_SHARED_MEMORY",
     "starting epochs": "START_UP WAITS KEEP_WORKERS",
-    "starting epochs, and more": "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_TRANSFORMS KEEP_WORKERS",
     "in memory": "IN_MEMORY WAITS MUCH BATCHED_FETCH AUTOLOADER_TRANSFERS",
     "in memory, in batches": "IN_MEMORY WAITS MUCH AUTOLOADER_TRANSFERS",
     "another loader": "LITTLE LEAVE_IT",
