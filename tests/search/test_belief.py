@@ -351,3 +351,5 @@ def test_the_start_of_workers_is_scaled(workers, begun, start_s, seconds):
         trials[number] = replace(trial, measurement=replace(trial.measurement, **first))
     context = Context(usable_cores=2, start_s=start_s)
     assert starting_s(trials, workers, context) == pytest.approx(seconds)
+    # AND one at a time where there is one core
+    assert starting_s([], 4, Context(usable_cores=1, start_s=1.5)) == 6.0

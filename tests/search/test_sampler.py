@@ -264,6 +264,17 @@ def test_what_others_measure_is_not_proposed():
     assert sampler.upcoming(study) == with_workers(2)
 
 
+def test_a_proposal_that_became_another_is_not_made_again():
+    sampler = TwinSampler(first=[with_workers(2)])
+    study = told(sampler, (0, 100.0, None))
+    proposed = sampler.space.suggest(trial := study.ask())
+    assert proposed in sampler.belief(study).configs  # under way
+    burst = sampler.trials(study)[0].measurement
+    sampler.record(trial, Trial(number=1, config=with_workers(3), measurement=burst))
+    study.tell(trial, 100.0)
+    assert proposed not in sampler.belief(study).configs
+
+
 def test_without_any_first_it_begins_without_workers():
     sampler = TwinSampler(first=[])
     assert sampler.upcoming(study_with(sampler)) == LoaderConfig()
