@@ -238,7 +238,7 @@ def test_earlier_rounds_are_one_once_contradicted(ratio, is_one):
     ("tried", "left_s", "workers"),
     [(1, 0.0, 1), (2, 1.0, 2), (2, 0.0, None)],
 )
-def test_after_two_the_budget_ends_what_it_begins_with(tried, left_s, workers):
+def test_a_budget_ends_the_beginning_after_two_bursts(tried, left_s, workers):
     sampler = TwinSampler(first=[with_workers(count) for count in range(4)])
     study = told(sampler, *((count, 100.0, None) for count in range(tried)))
     sampler.seconds_left = lambda: left_s
@@ -264,7 +264,7 @@ def test_what_others_measure_is_not_proposed():
     assert sampler.upcoming(study) == with_workers(2)
 
 
-def test_a_proposal_that_became_another_is_not_made_again():
+def test_a_proposal_that_became_another_is_barred():
     sampler = TwinSampler(first=[with_workers(2)])
     study = told(sampler, (0, 100.0, None))
     proposed = sampler.space.suggest(trial := study.ask())

@@ -87,7 +87,7 @@ def test_a_command_is_named_where_it_could_pay(monkeypatch, known, cores, bottle
     ("workers", "kept", "command"),
     [(0, Kept.NO_CONSENT(), RUN_WITH_WORKERS), (0, Kept.ITERABLE(), None), (2, None, None)],
 )
-def test_run_names_a_command_where_it_may_do_more(monkeypatch, workers, kept, command):
+def test_run_names_a_command_that_may_do_more(monkeypatch, workers, kept, command):
     known = loader_of(workers)
     known.kept = kept
     (found,) = seen_of(monkeypatch, known, verb="run").report.loaders
