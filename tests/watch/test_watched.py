@@ -462,9 +462,10 @@ def test_rank_0_tells_three_loaders_early(rank, told, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     loaders = [DataLoader(NUMBERS) for _ in range(5)]
-    with enable("watch"):
+    with enable("watch") as enabled:
         for loader in loaders * 2:
             list(loader)
+        assert enabled.session.first_line not in session.waiting  # which would tell one once more
         assert capsys.readouterr().err.count(": the training loop waits for data") == told
 
 
