@@ -219,6 +219,13 @@ def test_figures_are_of_the_settings_that_are_told(monkeypatch):
     assert (result.rate.value, result.wait_share, result.status) == (47.0, 0.125, "partial")
     assert result.bottleneck == told.bottleneck == known.found.result.bottleneck
     assert "Best so far: 8 workers, prefetch 2, 14.7x the rate of 0 workers." in result.report()
+    # AND what was gained is told once they have changed
+    tuner.is_trying, tuner.gain = False, Interval(value=14.7, low=14.0, high=15.0, count=9)
+    for best, gain in ((known.own, None), (eight, tuner.gain)):
+        tuner.best = best
+        (told,) = seen_of(monkeypatch, known).report.loaders
+        assert told.speedup == gain
+        assert told.settings_now["num_workers"] == best.num_workers
 
 
 def test_a_loader_that_takes_little_comes_last(monkeypatch):

@@ -186,6 +186,14 @@ def test_under_run_a_report_says_why_nothing_tunes(monkeypatch, capsys):
     told = " ".join(capsys.readouterr().err.split())
     assert f"not changed: {Kept.NOT_TUNED(error='OSError: no room')}" in told
 
+    class Mine(DataLoader):
+        def _get_iterator(self):
+            return _SingleProcessDataLoaderIter(self)
+
+    with enable("run"):
+        assert len(list(Mine(NUMBERS))) == 48
+    assert f"not changed: {Kept.OWN_ITERATOR(kind='Mine')}" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
 def test_where_no_loader_is_iterated_it_says_so(rank, told, monkeypatch, capsys):
@@ -438,6 +446,13 @@ def test_the_first_line_comes_once(wait_s, step_s, silent, share, monkeypatch):
         told.append(list(loop.told))
     line = f"the training loop waits for data {share}% of the time"
     assert told == [[]] * silent + [[line]] * (60 - silent)
+
+
+def test_a_batch_is_clocked_every_20_ms(monkeypatch):
+    loop = FakeLoop(64, monkeypatch)
+    for _ in range(64):
+        loop.batch(0.0009, 0.0009)
+    assert loop.known.in_loop.batches == 6  # the first, and each 12th
 
 
 def test_the_wait_for_the_next_batch_counts(monkeypatch):
