@@ -159,6 +159,8 @@ def test_timeline_shows_the_last_ten_batches(trial, number, result):
     makers = {f"worker {each}" for each in shown if burst.config.num_workers}
     assert rows == sorted({"training loop", *makers})
     bars = bars_of(axes, rows)
+    steps_s = [end - begin for begin, end in bars["training step"]]
+    assert steps_s == pytest.approx([each.step_s for each in burst.measurement.traces[-10:]])
     # THEN what a worker does never overlaps, and a batch has its number in its step
     for row in makers:
         pairs = itertools.pairwise(sorted(bars[row]))
@@ -184,6 +186,12 @@ def test_timeline_shows_the_last_ten_batches(trial, number, result):
     # AND there is room for each row
     assert axes.figure.get_size_inches() == pytest.approx([9.0, 1.8 + 0.36 * len(rows)])
     assert axes.get_ylim() == (len(rows) - 0.5, -0.5)
+
+
+def test_without_the_choice_a_timeline_is_the_fastests(result):
+    fastest = max(result.trials, key=lambda trial: trial.samples_per_s or 0.0)
+    axes = replace(result, best=LoaderConfig(num_workers=9)).plot_timeline().axes[0]
+    assert f"of a trial: {fastest.config}\n" in axes.get_title(loc="left")
 
 
 def test_where_there_is_no_timeline_it_says_why(result):

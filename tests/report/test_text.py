@@ -12,6 +12,7 @@ from report.example import FULL, KILLED, STAGES, exactly, ran
 from autotune_loader.diagnosis import Answer, Caution, Ended, Source, Undecided
 from autotune_loader.diagnosis.tables import Choice
 from autotune_loader.report.progress import make_progress
+from autotune_loader.report.ranking import ranking
 from autotune_loader.report.result import Comparison, TuningResult
 from autotune_loader.report.text import configurations_of, report_of
 from autotune_loader.results.comparison import Side
@@ -76,6 +77,14 @@ def test_the_table_is_drawn_with_a_legend():
     # AND without options where these are all the same
     alike = replace(SMALL, trials=(TRIED[0], TRIED[3]), as_fast=(), best=NONE, rate=None)
     assert configurations_of(alike) == ALIKE
+
+
+def test_kept_workers_share_a_row_unless_chosen():
+    kept = replace(TWO, persistent_workers=True)
+    both = tuple(ran(config, 100.0, number) for number, config in enumerate((TWO, kept)))
+    for best, rows in ((NONE, [kept]), (TWO, [TWO, kept])):
+        found = ranking(replace(SMALL, trials=both, best=best))
+        assert [row.config for row in found] == rows
 
 
 TRIES = {"best": NONE, "status": "partial", "found_by": "autoloader"}
