@@ -93,6 +93,13 @@ def test_words_of_the_choice_stay_inside(best, side, result):
     assert axes.texts[0].get_ha() == side
 
 
+def test_ticks_are_whole_workers_and_plain_rates(result):
+    axes = replace(result, best=NONE, trials=result.trials[:2]).plot_workers().axes[0]
+    assert [tick for tick in axes.get_xticks() if tick % 1] == []
+    text_of = axes.yaxis.get_major_formatter()
+    assert [text_of(rate, 0) for rate in (1234.0, 0.5)] == ["1,234", "0.5"]
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_a_ceiling_is_a_line_unless_far(far, result):
     top = result.trials[2].samples_per_s
