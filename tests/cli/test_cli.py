@@ -36,8 +36,9 @@ import sys
 
 FILE_AT_IMPORT = sys.modules["__main__"].__file__
 
-class Numbers(list):
-    pass
+class Numbers:
+    def __getitem__(self, index):
+        return index
 
 NUMBERS = Numbers()
 make_numbers = lambda: NUMBERS
