@@ -65,7 +65,7 @@ def what_next(
     """
     choice, tried = belief.choice, {trial.config.key() for trial in belief.trials}
     assert choice is not None
-    if len(belief.trials) > MOST_FAILED and all(trial.failure for trial in belief.trials[-MOST_FAILED:]):
+    if all(trial.failure for trial in belief.trials[-MOST_FAILED:]):
         return Next(stop="FAILING")
     if len(belief.rounds) - rounds_before >= MOST_ROUNDS:
         return Next(stop="ROUNDS")

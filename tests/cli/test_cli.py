@@ -36,8 +36,9 @@ import sys
 
 FILE_AT_IMPORT = sys.modules["__main__"].__file__
 
-class Numbers(list):
-    pass
+class Numbers:
+    def __getitem__(self, index):
+        return index
 
 NUMBERS = Numbers()
 make_numbers = lambda: NUMBERS
@@ -248,7 +249,7 @@ def test_a_terminal_without_our_characters_has_others(monkeypatch):
     out, err = (TextIOWrapper(BytesIO(), encoding="ascii") for _ in range(2))
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    assert cli.main(["watch"]) == 2
+    assert cli.main(["watch", "--nothing"]) == 2
     say("a ─ b – c ± é")
     assert (out.errors, err.errors) == ("strict", "strict")  # they are the script's
     assert cli.main(["show"]) == 0
@@ -318,16 +319,20 @@ OTHER = LoaderConfig(
 
 
 @pytest.mark.parametrize(
-    ("config", "size"), [(LoaderConfig(), {}), (OTHER, {"batch_size": 3})], ids=str
+    ("config", "size", "is_shuffled"),
+    [(LoaderConfig(), {}, True), (OTHER, {"batch_size": 3}, False)],
+    ids=str,
 )
-def test_the_code_of_a_result_runs(config, size, result, capsys):
-    replace(result, best=config).save("saved.json")
+def test_the_code_of_a_result_runs(config, size, is_shuffled, result, capsys):
+    replace(result, best=config, shuffle=is_shuffled).save("saved.json")
     assert cli.main(["show", "saved.json", "--code"]) == 0
     names, code = {}, capsys.readouterr().out
     exec(code, names)
     assert names["loader_arguments"] == {**size, **config.to_kwargs()}
     assert DataLoader([1, 2, 3], **names["loader_arguments"])
     assert ("DevicePrefetcher(loader, 'cuda', depth=2)" in code) == bool(config.device_prefetch)
+    order = "shuffle=True" if is_shuffled else "..."
+    assert f"# loader = DataLoader(dataset, {order}, **loader_arguments)" in code
 
 
 @pytest.mark.system  # four processes import torch
@@ -421,7 +426,10 @@ FULL_SHM = SimpleNamespace(free_bytes=64 << 20, total_bytes=1 << 30)
     ],
 )
 def test_a_limit_is_low_from_its_bound_on(changes, low, told):
-    text = " ".join(examination(SimpleNamespace(**{**ENOUGH, **changes})).split())
+    drawn = examination(SimpleNamespace(**{**ENOUGH, **changes}))
+    indents = {len(line) - len(line.lstrip()) for line in drawn.splitlines()}
+    assert indents <= {0, 4, 19}
+    text = " ".join(drawn.split())
     assert text.endswith(f" Too low: {low}." if low else " No limit is too low.")
     assert text.count("to raise it: ") == text.count("LOW ") == len(low.split(", ")) * bool(low)
     assert told in text

@@ -87,9 +87,15 @@ V2_MEMORY = {
     "pod/memory.stat": "inactive_file 0\n", "memory.max": "max\n",
 }  # fmt: skip
 
+FULL = {  # more in use than is allowed, and more cache than use
+    "pod/memory.max": "100", "pod/memory.current": "120",
+    "memory.max": "200", "memory.current": "10", "memory.stat": "inactive_file 30\n",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(("groups", "files", "left", "total"), [
     ("0::/pod/app\n", V2_MEMORY, [900, 50, 20, 10], 100),
+    ("0::/pod\n", FULL, [900, 0, 200], 100),
     ("0::/\n", {"memory.max": "garbage", "memory.stat": "a b c"}, [900], 1000),
 ])  # fmt: skip
 def test_memory_is_the_least_that_is_left(groups, files, left, total, inspect):
@@ -176,7 +182,7 @@ def test_a_gpu_is_named_and_not_opened(count, is_open, gpu, monkeypatch):
 TUNED = Fingerprint(
     usable_cores=16,
     memory_bytes=64 << 30,
-    shm_bytes=8 << 30,
+    shm_bytes=8000 << 20,
     gpu="NVIDIA H100",
     dataset="Images[1000]",
 )
@@ -189,12 +195,12 @@ DATASET = "dataset: Images[1000] then, Images[2000] here; a sample takes a diffe
     ({"usable_cores": 32}, "usable cores: 16 then, 32 here; more workers may be faster", False),
     ({"usable_cores": 8}, "usable cores: 16 then, 8 here; its workers may be too many", True),
     ({"memory_bytes": 1 << 20}, MEMORY, True),
-    ({"shm_bytes": 16 << 30}, "shared memory: 8192 MiB then, 16384 MiB here", False),
+    ({"shm_bytes": 16 << 30}, "shared memory: 8000 MiB then, 16384 MiB here", False),
     ({"gpu": "none"}, GPU, True),
     ({"dataset": "Images[2000]"}, DATASET, True),
     # not known, the same, hardly different
     ({"gpu": None, "memory_bytes": None, "dataset": "", "torch": "2.7.1"}, None, None),
-    ({"memory_bytes": (64 << 30) * 19 // 20 + 1, "shm_bytes": (8 << 30) * 21 // 20}, None, None),
+    ({"memory_bytes": (64 << 30) * 19 // 20 + 1, "shm_bytes": 8400 << 20}, None, None),
 ], ids=str)  # fmt: skip
 def test_a_difference_is_told_with_both_values(here, told, matters):
     found = differences(TUNED, replace(TUNED, **here))

@@ -1,5 +1,6 @@
 """Descriptors of the kernel's, from a Python that has no function for them, too."""
 
+import errno
 import os
 import select
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune_loader.machine import kernel
 from autotune_loader.machine.kernel import memfd, pidfd
 
 
@@ -35,6 +37,11 @@ def test_a_process_can_be_waited_for():
     os.close(end)
 
 
-def test_what_the_kernel_refuses_is_an_oserror():
+def test_what_the_kernel_refuses_is_an_oserror(monkeypatch):
     with pytest.raises(ProcessLookupError):
         pidfd(2**22 + 1)
+    # AND on a processor whose numbers are not known
+    monkeypatch.setattr(kernel, "MEMFD_CREATE", None)
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    with pytest.raises(OSError, match=f"Errno {errno.ENOSYS}"):
+        memfd("batch")

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from autotune_loader.machine import processes
@@ -11,6 +13,7 @@ from autotune_loader.machine.processes import (
     PAGE_BYTES,
     TICKS_PER_S,
     TreeUse,
+    host_busy_s,
     memory_guarded,
     private_bytes,
     tree,
@@ -47,6 +50,14 @@ def stat(pid, ticks, pages=10):
 
 def io(read):
     return f"rchar: 5\nread_bytes: {read}\nwrite_bytes: 7\n"
+
+
+def test_a_cpu_is_busy_with_all_but_idling(monkeypatch):
+    times = SimpleNamespace(
+        user=1, nice=2, system=4, irq=8, softirq=16, idle=32, iowait=64, steal=128
+    )
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [times, times])
+    assert host_busy_s() == [31, 31]
 
 
 def test_a_tree_has_used_what_its_processes_have(proc):

@@ -18,11 +18,11 @@ from autotune_loader.machine.nursery import pair
 from autotune_loader.machine.parcel import LARGE, Lists, Parcel, Posted, receive, unpack
 
 
-def arrived(parcel, given=()):
+def arrived(parcel, given=(), modules=None):
     ours, theirs = pair()
     with ours, theirs:
         parcel.send(ours)
-        return unpack(*receive(theirs), given)
+        return unpack(*receive(theirs), given, modules)
 
 
 class Kept:
@@ -63,7 +63,9 @@ def test_a_value_arrives(value):
 def test_what_is_one_object_arrives_as_one():
     names, tensor = [str(index) for index in range(2 * LARGE)], torch.zeros(2).share_memory_()
     parcel = Parcel((names, {"names": names}, tensor, np.arange(9)), lists=Lists())
-    one, other, shared, array = arrived(parcel)
+    modules = set()
+    one, other, shared, array = arrived(parcel, modules=modules)
+    assert "numpy" in modules  # what it refers to is told
     assert one is other["names"]
     shared[0] = 7
     assert tensor.tolist() == [7.0, 0.0]
@@ -134,6 +136,14 @@ def test_what_is_posted_is_pickled_once_and_small():
     assert Counted.pickled == 1
     assert max(map(len, sent)) < 1000
     assert [pickle.loads(each) for each in sent] == [list(range(100_000))] * 2
+
+
+@pytest.mark.parametrize(
+    ("items", "can_change"),
+    [(["a", ("b", 1)], False), ([("b", [1])], True), ([["b"]], True)],
+)
+def test_a_list_that_cannot_change_has_a_number(items, can_change):
+    assert (Lists().number(items) is None) == can_change
 
 
 def test_lists_that_are_gone_are_forgotten():

@@ -73,16 +73,44 @@ def test_workers_shows_rounds_and_the_choice(result):
     assert [count for count, _ in points(axes, "single trial, 95%")] == [4, 1]
     assert points(axes, "chosen") == [(5, mean[5])]
     assert points(axes, "before tuning") == [(0, mean[0])]
+    whiskers = [line.get_ydata().tolist() for line in axes.lines if line.get_marker() == "_"]
+    assert whiskers[-2:] == [pytest.approx([its]) for its in (result.rate.low, result.rate.high)]
     # THEN one line leads through all that ran, in the order of workers
     solid = [line.get_xdata().tolist() for line in axes.lines if line.get_linestyle() == "-"]
     assert [each for each in solid if len(each) > 1] == [[0, 1, 4, 5, 8]]
     # AND the choice is told with the numbers of the report
+    assert axes.texts[0].get_position() == (5, 1.25 * result.ceiling.value)
+    assert axes.get_ylim()[0] == 0
     rate, times = axes.texts[0].get_text().removeprefix("5 workers: ").split("\n")
     assert rate in result.summary[0]
     assert times.removesuffix(" as fast as before") in result.summary[1]
 
 
-@pytest.mark.parametrize(("failing", "crosses"), [((7, 12, 48), [7, 12]), ((), [])])
+@pytest.mark.parametrize(("best", "side"), [(4, "left"), (5, "right")])
+def test_words_of_the_choice_stay_inside(best, side, result):
+    axes = replace(result, best=LoaderConfig(num_workers=best)).plot_workers().axes[0]
+    assert sum(axes.get_xlim()) == 8.0
+    assert axes.texts[0].get_ha() == side
+
+
+def test_ticks_are_whole_workers_and_plain_rates(result):
+    axes = replace(result, best=NONE, trials=result.trials[:2]).plot_workers().axes[0]
+    assert [tick for tick in axes.get_xticks() if tick % 1] == []
+    text_of = axes.yaxis.get_major_formatter()
+    assert [text_of(rate, 0) for rate in (1234.0, 0.5)] == ["1,234", "0.5"]
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_ceiling_is_a_line_unless_far(far, result):
+    top = result.trials[2].samples_per_s
+    ceilings = exactly(1.6 * top + far), exactly(0.9 * top)
+    result = replace(result, ceiling=ceilings[0], transfer_ceiling=ceilings[1])
+    axes = result.plot_workers().axes[0]
+    drawn = {each.value for each in ceilings[far:]}
+    assert {line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == "--"} == drawn
+
+
+@pytest.mark.parametrize(("failing", "crosses"), [((7, 14, 15), [7, 14]), ((), [])])
 def test_what_is_far_away_leaves_rates_room(result, failing, crosses):
     last = result.trials[-1]
     failed = [replace(last, config=LoaderConfig(num_workers=count)) for count in failing]
@@ -91,7 +119,8 @@ def test_what_is_far_away_leaves_rates_room(result, failing, crosses):
     axes, legend = figure.axes[0], [text.get_text() for text in figure.legends[0].get_texts()]
     label = f"failed: {', '.join(map(str, failing))} workers"
     assert (label in legend) == bool(failing)
-    assert [count for count, _ in points(axes, label)] == crosses
+    height = pytest.approx(0.03 * result.trials[2].samples_per_s)
+    assert points(axes, label) == [(count, height) for count in crosses]
     assert axes.get_xlim()[1] < 2 * 8
     assert axes.get_ylim()[1] < 2 * result.rate.value
     for rate in (1, 2):
@@ -109,6 +138,8 @@ def test_stages_are_drawn_longest_first(result):
     axes = replace(result, stages=(long, *STAGES * MOST_STAGES)).plot_stages().axes[0]
     axes.figure.canvas.draw()
     assert len({bar.get_y() for bar in axes.patches}) == len(axes.texts) == MOST_STAGES
+    heights = [replace(result, stages=STAGES[:n]).plot_stages().get_figheight() for n in (1, 3)]
+    assert [*heights, axes.figure.get_figheight()] == pytest.approx([2.86, 2.86, 5.8])
     assert axes.get_position().width > 0.5
 
 
@@ -135,13 +166,19 @@ def test_timeline_shows_the_last_ten_batches(trial, number, result):
     makers = {f"worker {each}" for each in shown if burst.config.num_workers}
     assert rows == sorted({"training loop", *makers})
     bars = bars_of(axes, rows)
+    steps_s = [end - begin for begin, end in bars["training step"]]
+    assert steps_s == pytest.approx([each.step_s for each in burst.measurement.traces[-10:]])
     # THEN what a worker does never overlaps, and a batch has its number in its step
     for row in makers:
         pairs = itertools.pairwise(sorted(bars[row]))
         assert all(end <= start + 1e-9 for (_, end), (start, _) in pairs)
-    for text in (each for each in axes.texts if each.get_color() == "white"):
-        begin, end = bars["training step"][int(text.get_text()) - 1]
-        assert begin < text.get_position()[0] < end
+    for text in axes.texts:
+        at, row = text.get_position()
+        kind = "training step" if text.get_color() == "white" else rows[row]
+        centres = [pytest.approx((begin + end) / 2) for begin, end in bars[kind]]
+        assert at in centres
+        assert kind == rows[row] or centres.index(at) == int(text.get_text()) - 1
+    assert {text.get_text() for text in axes.texts} == set(map(str, range(1, 11)))
     # AND the share is that of these bars; the report's is told where it is another
     waits, steps = (
         sum(end - begin for begin, end in bars[each])
@@ -153,6 +190,15 @@ def test_timeline_shows_the_last_ten_batches(trial, number, result):
     waiting = f"The training loop waits {seen} of the time shown{told}"
     title = f"The last 10 batches of a trial: {burst.config}\n{waiting}"
     assert axes.get_title(loc="left") == title
+    # AND there is room for each row
+    assert axes.figure.get_size_inches() == pytest.approx([9.0, 1.8 + 0.36 * len(rows)])
+    assert axes.get_ylim() == (len(rows) - 0.5, -0.5)
+
+
+def test_without_the_choice_a_timeline_is_the_fastests(result):
+    fastest = max(result.trials, key=lambda trial: trial.samples_per_s or 0.0)
+    axes = replace(result, best=LoaderConfig(num_workers=9)).plot_timeline().axes[0]
+    assert f"of a trial: {fastest.config}\n" in axes.get_title(loc="left")
 
 
 def test_where_there_is_no_timeline_it_says_why(result):

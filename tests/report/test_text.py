@@ -7,11 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from report.example import FULL, KILLED, exactly, ran
+from report.example import FULL, KILLED, STAGES, exactly, ran
 
 from autotune_loader.diagnosis import Answer, Caution, Ended, Source, Undecided
 from autotune_loader.diagnosis.tables import Choice
 from autotune_loader.report.progress import make_progress
+from autotune_loader.report.ranking import ranking
 from autotune_loader.report.result import Comparison, TuningResult
 from autotune_loader.report.text import configurations_of, report_of
 from autotune_loader.results.comparison import Side
@@ -78,6 +79,14 @@ def test_the_table_is_drawn_with_a_legend():
     assert configurations_of(alike) == ALIKE
 
 
+def test_kept_workers_share_a_row_unless_chosen():
+    kept = replace(TWO, persistent_workers=True)
+    both = tuple(ran(config, 100.0, number) for number, config in enumerate((TWO, kept)))
+    for best, rows in ((NONE, [kept]), (TWO, [TWO, kept])):
+        found = ranking(replace(SMALL, trials=both, best=best))
+        assert [row.config for row in found] == rows
+
+
 TRIES = {"best": NONE, "status": "partial", "found_by": "autoloader"}
 DOUBT = {"status": "undecided", "undecided": Undecided.NO_ROUNDS()}
 UNSURE = {**DOUBT, "best": NONE, "rate": None, "speedup": None}
@@ -105,6 +114,8 @@ BEFORE, RATE = "0 workers (before tuning)", ": 1,195 samples/s (1,068 to 1,322)"
         ({"best": NONE}, Choice.KEEP(best=NONE, rate=RATE)),
         ({"best": NONE}, Choice.NOTHING_FASTER(tolerance=0.02)),
         ({"speedup": ratio(1.13, 0.85, 1.51)}, Choice.IF_MEMORY()),
+        ({**CHEAPER, "baseline": replace(TWO, pin_memory=False)}, Choice.IF_MEMORY()),
+        ({"rate": ratio(1195.0, 0.0, 9999.0)}, "2, pinned: about 1,195 samples/s. It is"),
         (CHEAPER, Choice.COSTS_LESS()),
         ({"speedup": None}, Choice.NOT_COMPARED(baseline=BEFORE)),
         ({"source": Source.STORAGE(sample=1e5)}, "The trials read 97.7 KiB per sample from"),
@@ -121,8 +132,8 @@ def test_a_report_says_what_to_use():
 
 
 def test_nobody_is_told_to_keep_much_slower_settings():
-    text = report_of(replace(SMALL, speedup=ratio(15.6, 1.0, 240.0, count=1)))
-    assert "15.60x as fast" in text
+    text = report_of(replace(SMALL, speedup=ratio(1.5, 1.0, 2.25)))
+    assert "1.50x (1.00x to 2.25x) as fast" in " ".join(text.split())
     assert "Keep your settings" not in text
 
 
@@ -135,6 +146,24 @@ def test_a_report_says_all_within_80_columns(result):
     assert "decode 60% 1.2 ms 1.2 ms photos.py:41" in told
     assert "read 30% 0.6 ms 0.16 ms" in told
     assert "15 trials in 24 s." in told
+
+
+@pytest.mark.parametrize(
+    ("walls", "cpus", "shown"),
+    [
+        ((60.0, 38.0, 1.0, 0.99, 0.01), (9.0, 9.0, 0.5, 0.99, 1.0), "0124"),
+        ([1.0] * 7, [1.0] * 7, "012345"),
+    ],
+)
+def test_six_stages_of_one_percent_are_listed(walls, cpus, shown):
+    stages = [
+        replace(STAGES[0], stage=f"stage{n}", where=f"{n}{32 * 'x'}.", wall_s=wall, cpu_s=cpu)
+        for n, (wall, cpu) in enumerate(zip(walls, cpus, strict=True))
+    ]
+    lines = re.findall(
+        r"^stage(\d) .* (\S+)$", report_of(replace(SMALL, stages=stages)), re.MULTILINE
+    )
+    assert lines == [(n, f"...{28 * 'x'}.") for n in shown]
 
 
 WRAPPED = """
@@ -177,6 +206,7 @@ result.report() shows the table."""
 
 def test_what_prints_is_two_sentences():
     assert str(SMALL) == PRINTED
+    assert str(replace(SMALL, found_by="autoloader")).endswith("\nloader.report() shows the table.")
     assert repr(SMALL) == "<TuningResult complete: 2 workers, prefetch 2, pinned>"
 
 
@@ -222,13 +252,15 @@ FOUR = LoaderConfig(num_workers=4, prefetch_factor=4)
 FAILED = ran(LoaderConfig(num_workers=16), KILLED, 3)
 LINES = """\
 config [/red] [bold]
-trial   0  0 workers                             389/s ± 2.0%       best 389/s  55 s left
+trial   3  16 workers, prefetch 2                failed: oom killed  no trial has worked yet  \
+60 s left
+trial   0  0 workers                             389/s ± 20.0%      best 389/s  55 s left
 trial   1  4 workers, prefetch 4                 1,308/s ± 2.0%     best 1,308/s  53 s left
-trial   3  16 workers, prefetch 2                failed: oom killed  best 1,308/s  50 s left
+trial   3  16 workers, prefetch 2                failed: oom killed  best 1,308/s  0 s left
 round   1  4 workers, prefetch 4                 1,300/s   fastest of 2  20 s left
 round   2  no setting worked
 """
-FIRST = ran(NONE, ratio(389.0, 381.2, 396.8), 0)
+FIRST = ran(NONE, ratio(389.0, 311.2, 466.8), 0)
 SECOND = ran(FOUR, ratio(1308.0, 1281.8, 1334.2), 1)
 TERMINAL = {"isatty": lambda: True}
 Shell = type("TerminalInteractiveShell", (), {})
@@ -257,9 +289,10 @@ def test_who_gets_the_lines(asked, stderr, shell, rank, shown, monkeypatch, capl
     with caplog.at_level(logging.INFO, logger="autotune_loader"):
         progress = make_progress(asked, rank=rank, stream=stream)
         progress.announce("config [/red] [bold]")  # square brackets are text
+        progress.trial(FAILED, None, 60.0)
         progress.trial(FIRST, FIRST, 55.0)
         progress.trial(SECOND, SECOND, 53.4)
-        progress.trial(FAILED, SECOND, 50.0)
+        progress.trial(FAILED, SECOND, -1.0)
         progress.round(1, {FOUR: 1300.0, NONE: 390.0}, 20.0)
         progress.round(2, {}, 20.0)
     assert "".join(printed) == (LINES if shown == "printed" else "")

@@ -1,15 +1,18 @@
 """The sampler in studies as users run them: led near the best, stopped, with odd records."""
 
+import datetime
 import pickle
 from collections import Counter
 
 import optuna
 import pytest
 from optuna.testing.pytest_samplers import BasicSamplerTestCase, SingleOnlySamplerTestCase
+from optuna.trial import TrialState
 
 from autotune_loader.search.sampler import ORDER, RECORD, ROUND, TwinSampler, quiet_optuna
 from autotune_loader.search.space import Context, Space
 from autotune_loader.values import Failure, LoaderConfig, Trial
+from tests.support import with_workers
 
 EIGHT_CORES = Context(usable_cores=8)
 
@@ -37,8 +40,8 @@ class TestContractOfOptuna(BasicSamplerTestCase, SingleOnlySamplerTestCase):
                 assert type(value) in (int, bool)
 
 
-def study_with(sampler):
-    return optuna.create_study(direction="maximize", sampler=sampler)
+def study_with(sampler, **storage):
+    return optuna.create_study(direction="maximize", sampler=sampler, **storage)
 
 
 def saturating(trial, most=64):
@@ -56,13 +59,20 @@ def peaked(trial):
 @pytest.mark.parametrize(
     ("objective", "best", "workers"), [(saturating, 6000, (6, 12)), (peaked, 1000, (16, 24))]
 )
-def test_an_objective_is_led_near_its_best(objective, best, workers):
-    study = study_with(sampler := TwinSampler(context=EIGHT_CORES))
-    study.optimize(objective, n_trials=15, callbacks=[sampler.stop_when_safe])
+def test_an_objective_is_led_near_its_best(objective, best, workers, tmp_path):
+    def noted(trial):
+        seen.append(trial.user_attrs)
+        return objective(trial)
+
+    file, seen = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study")), []
+    storage = optuna.storages.JournalStorage(file)
+    study = study_with(sampler := TwinSampler(context=EIGHT_CORES), storage=storage)
+    study.optimize(noted, n_trials=15, callbacks=[sampler.stop_when_safe])
     assert study.best_value >= 0.98 * best
     assert workers[0] <= sampler.belief(study).choice.num_workers <= workers[1]
-    # THEN what is proposed again is proposed in rounds, and the study says so, pickled, too
+    # THEN what is proposed again is proposed in rounds; objective and study say so, pickled, too
     kept = pickle.loads(pickle.dumps(study)).trials
+    assert [trial.user_attrs for trial in kept] == seen
     alone = [tuple(trial.params.items()) for trial in kept if ROUND not in trial.user_attrs]
     assert max(Counter(alone).values()) == 1
 
@@ -89,7 +99,9 @@ PREFETCH = {
 REST = {
     "flags": flags,
     "a flag as a number": lambda trial: 1.0 + trial.suggest_int("pin_memory", 0, 1),
-    "listed sizes": lambda trial: trial.suggest_categorical("batch_size", [16, 32]) / 16,
+    "listed sizes": lambda trial: (
+        (trial.suggest_categorical("batch_size", [None, 16, 32]) or 8) / 16
+    ),
     "a range of sizes": lambda trial: trial.suggest_int("batch_size", 16, 256, log=True) / 64,
     "": lambda trial: 1.0,
 }
@@ -222,6 +234,70 @@ def test_earlier_rounds_are_one_once_contradicted(ratio, is_one):
     assert rounds == [0, 0, *([0, 0] if is_one else [2, 2]), 4, 4, 4]
 
 
+@pytest.mark.parametrize(
+    ("tried", "left_s", "workers"),
+    [(1, 0.0, 1), (2, 1.0, 2), (2, 0.0, None)],
+)
+def test_a_budget_ends_the_beginning_after_two_bursts(tried, left_s, workers):
+    sampler = TwinSampler(first=[with_workers(count) for count in range(4)])
+    study = told(sampler, *((count, 100.0, None) for count in range(tried)))
+    sampler.seconds_left = lambda: left_s
+    config = sampler.upcoming(study)
+    assert (config and config.num_workers) == workers
+    assert sampler.stop_reason == (None if config else "BUDGET")
+
+
+def test_what_others_measure_is_not_proposed():
+    # GIVEN trials of other processes, of which the second has run for too long to live
+    sampler = TwinSampler(first=[with_workers(count) for count in range(4)])
+    study, legal = told(sampler, (0, 100.0, None)), sampler.space.distributions()
+    for workers, seconds in ((1, 59), (2, 61)):
+        known = {"params": sampler.space.params(with_workers(workers)), "distributions": legal}
+        trial = optuna.trial.create_trial(state=TrialState.RUNNING, **known)
+        trial.datetime_start -= datetime.timedelta(seconds=seconds)
+        study.add_trial(trial)
+    study.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING))  # has asked for nothing
+    assert sampler.upcoming(study) == with_workers(2)
+    # AND what the caller enqueues takes no turn
+    study.enqueue_trial(sampler.space.params(with_workers(3)))
+    assert sampler.space.suggest(study.ask()) == with_workers(3)
+    assert sampler.upcoming(study) == with_workers(2)
+
+
+def test_a_proposal_that_became_another_is_barred():
+    sampler = TwinSampler(first=[with_workers(2)])
+    study = told(sampler, (0, 100.0, None))
+    proposed = sampler.space.suggest(trial := study.ask())
+    assert proposed in sampler.belief(study).configs  # under way
+    burst = sampler.trials(study)[0].measurement
+    sampler.record(trial, Trial(number=1, config=with_workers(3), measurement=burst))
+    study.tell(trial, 100.0)
+    assert proposed not in sampler.belief(study).configs
+
+
+def test_without_any_first_it_begins_without_workers():
+    sampler = TwinSampler(first=[])
+    assert sampler.upcoming(study_with(sampler)) == LoaderConfig()
+
+
+EARLIER = (2, 100.0, 0), (4, 200.0, 0), (8, 150.0, 0)
+
+
+@pytest.mark.parametrize(("own", "sides"), [(2, (4, 5, 2)), (None, (4, 5)), (96, (4, 5))])
+def test_earlier_rounds_are_looked_at_again(own, sides):
+    # GIVEN rounds of an earlier run, in which four workers were the fastest
+    sampler = TwinSampler(baseline=None if own is None else with_workers(own))
+    study, sampler.since = told(sampler, *EARLIER), 3
+    for place in range(len(sides)):
+        config, attributes = sampler.take(study, 3 + place)
+        assert config.num_workers in sides
+        assert attributes == {ROUND: 3, ORDER: place}
+        assert sampler.is_within_round() == (place + 1 < len(sides))
+    # BUT not where a round does not fit
+    sampler.seconds_left = lambda: -1.0
+    assert sampler.take(told(sampler, *EARLIER), 3) is None
+
+
 @pytest.mark.parametrize("count", [15, 16])
 def test_after_16_configurations_none_is_proposed_anew(count):
     sampler = TwinSampler()
@@ -232,7 +308,7 @@ def test_after_16_configurations_none_is_proposed_anew(count):
 
 def test_a_burst_counts_that_optuna_was_not_told():
     # GIVEN a Ctrl-C after a burst, and one before the next
-    study, failed = study_with(sampler := TwinSampler()), optuna.trial.TrialState.FAIL
+    study, failed = study_with(sampler := TwinSampler()), TrialState.FAIL
     trial = study.ask(sampler.space.distributions())
     gone = Failure(kind="crashed", phase="start", message="gone")
     sampler.record(trial, known := Trial(number=0, config=LoaderConfig(), failure=gone))

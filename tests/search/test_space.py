@@ -90,8 +90,9 @@ def test_the_users_own_is_proposed_as_it_is(own):
     assert trial.params["num_workers"] == own.num_workers
     assert space.veto(own) is None
     assert own in space.candidates()
-    # BUT no more workers than the cap are allowed to others
+    # BUT no more workers than the cap, or deeper queues, are allowed to others
     assert "num_workers=8 would work" in vetoed(space, with_workers(9, 1))
+    assert not Space().holds(with_workers(2, 9))
 
 
 def vetoed(space, config):
@@ -139,7 +140,8 @@ def test_a_larger_batch_needs_memory_of_its_samples():
     # AND without workers the batch itself must fit
     tight = replace(space, limits=Limits(memory_bytes=8 * MIB))
     assert "MiB of host memory" in vetoed(tight, LoaderConfig(batch_size=64))
-    assert tight.veto(LoaderConfig(batch_size=4)) is None
+    none = replace(space, limits=Limits(memory_bytes=1))
+    assert none.veto(LoaderConfig(batch_size=8)) is None
 
 
 def test_costs_are_size_workers_memory_settings_and_depth():
@@ -150,6 +152,8 @@ def test_costs_are_size_workers_memory_settings_and_depth():
     assert space.cost(with_workers(20, 2, batch_size=64)) == (True, 20, 1, True, -2)
     assert space.is_cheap(with_workers(27, 2))  # 55 batches, 990 MiB
     assert not space.is_cheap(with_workers(28, 2))
+    assert replace(space, batch=BatchCost(bytes=64 * MIB)).is_cheap(with_workers(15, 1))  # 1 GiB
+    assert space.cost(with_workers(10, 2)) == (False, 10, 0, False, -2)
     assert space.cost(NONE) == (False, 0, 0, False, 0)
     # AND 2% of a small memory
     small = replace(space, limits=Limits(memory_bytes=1 << 30))
@@ -166,7 +170,7 @@ def test_the_grid_is_finer_where_workers_are_few():
 ASKED = [
     # a distribution, what is set, and the nearest
     (CategoricalDistribution([0, 2, "auto", 4]), 5, 4),
-    (CategoricalDistribution([3, 1]), None, 1),
+    (CategoricalDistribution([3, 1, 0]), None, 0),
     (CategoricalDistribution(["auto"]), 5, None),
     (IntDistribution(2, 16, step=2), 7.1, 8),
     (IntDistribution(2, 16, step=2), 64, 16),

@@ -119,11 +119,11 @@ def test_workers_are_counted_while_all_are_seen():
     burst = replace(BURST, traces=tuple(traces))
     # THEN they worked 2.5 and 1.5 of 4.5 s
     assert Observation.of(with_workers(2), burst).at_work == pytest.approx(4.0 / 4.5)
-    # AND while one is not seen, it is what the rate tells
-    burst = replace(burst, traces=tuple(traces[:4]))
+    # AND while one is not seen, or no two at a time, it is what the rate tells
     rate = burst.samples_per_s.value / burst.batch_size
-    told = Observation.of(with_workers(3), burst)
-    assert told.at_work == pytest.approx(min(rate * told.service_s.mean(), 3.0))
+    for workers, seen in ((3, traces[:4]), (2, [traces[0], traces[4]._replace(fetch_start=1.0)])):
+        told = Observation.of(with_workers(workers), replace(burst, traces=tuple(seen)))
+        assert told.at_work == pytest.approx(min(rate * told.service_s.mean(), workers))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,13 @@ def test_what_is_first_is_left_out_of_stages(workers, batches, kept, steps):
     assert found.step_s == pytest.approx([2 + 0.3 * i + loop_s for i in steps])
 
 
+def test_without_traces_a_burst_tells_its_means():
+    means = {"service_s": 0.04, "service_cpu_s": 0.03, "receive_s": 0.002, "step_s": 0.01}
+    found = Observation.of(with_workers(1), replace(BURST, traces=(), **means))
+    told = [found.service_s, found.cpu_s, found.receive_s, found.step_s]
+    assert [each.tolist() for each in told] == [[mean] for mean in means.values()]
+
+
 def observation(workers, service_s, step_s, receive_s=0.001, **more):
     """A burst with these seconds of each batch."""
     service, step, receive = (
@@ -170,6 +177,9 @@ def test_a_step_on_cores_is_slowed_as_shown():
     twin = Twin([observation(0, fetch, 0.012), *seen], context)
     # THEN with other workers beside it it is expected to take about as long
     assert twin.predict([with_workers(2)]).samples_per_s[0] == pytest.approx(8 / 0.031, rel=0.08)
+    # AND without any step it is the workers that limit
+    twin = Twin([observation(2, fetch, 0.0)], Context(usable_cores=4))
+    assert twin.predict([with_workers(2)]).samples_per_s[0] == pytest.approx(1600, rel=0.01)
 
 
 WAVES = 1 + 0.5 * np.sin(np.arange(90.0))
@@ -180,6 +190,9 @@ CONTENDING = [
     )
     for count, at_work in {0: 0.0, 1: 0.9, 4: 3.6, 8: 7.5}.items()
 ]  # fmt: skip
+COMPUTING = observation(  # four workers that wait less than one
+    4, 0.048 * WAVES, 0.0064, 0.0014, cpu_s=0.046 * WAVES, at_work=3.6, pin_s=0.003
+)
 BUSY = Context(usable_cores=4, step_cores=2.0, step_s=0.0035, fetch_cpu_s=0.032)
 PREDICTED = [with_workers(*each) for each in ((0, 1), (1, 1), (2, 2), (4, 8), (6, 2), (16, 4))]
 MEASURED = [
@@ -197,6 +210,10 @@ MEASURED = [
         CONTENDING[:1], 5.0, 4, [177.53, 194.50, 367.03, 599.61, 645.07, 662.79],
         [0.1110, 0.1224, 0.2557, 0.5100, 0.6308, 1.0], 10,
     ),
+    (
+        [*CONTENDING[:2], COMPUTING], 2.0, 4, [177.53, 201.57, 397.27, 546.60, 548.67, 552.24],
+        [0.1110, 0.1435, 0.2924, 0.5630, 0.6951, 1.0], 9,
+    ),
 ]  # fmt: skip
 
 
@@ -210,16 +227,16 @@ def test_predictions_are_those_that_studies_judged(bursts, step_cores, cores, ra
     assert twin.useful_workers == useful
 
 
-@pytest.mark.parametrize(("tail", "waits"), [(1.0, False), (12.0, True)])
-def test_workers_that_keep_up_have_filled_queues(tail, waits):
+@pytest.mark.parametrize(("tail", "use"), [(1.0, 1.0), (12.0, 0.67)])
+def test_workers_that_keep_up_have_filled_queues(tail, use):
     # GIVEN 18 workers that deliver 1.04 times what the loop takes, each 33rd batch perhaps slower
     service = 0.04 * np.exp(0.25 * np.random.default_rng(18).standard_normal(396))
     service[::33] *= tail
     loop_s = 1.04 * service.mean() / 18
     seen = observation(18, service, loop_s * 3 / 4, loop_s / 4, cpu_s=np.full(396, 0.001))
     # THEN the loop hardly waits in the long run, unless for the slow ones
-    use = Twin([seen], Context(usable_cores=32)).predict([with_workers(18, 8)]).loop_use[0]
-    assert (use < 0.95) == waits
+    found = Twin([seen], Context(usable_cores=32)).predict([with_workers(18, 8)])
+    assert found.loop_use[0] == pytest.approx(use, abs=0.003)
 
 
 DEPTHS = {

@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from autotune_loader import AutoLoader, tune
 from autotune_loader.bursts.bench import accelerator_facts
 from autotune_loader.bursts.parent import OpenProbe
-from autotune_loader.diagnosis import Caution
-from autotune_loader.diagnosis.judge import changes_in_training
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.pipeline.workload import DataSide, StepTime, TrainingSide, Workload
 from autotune_loader.search.space import Limits, Space
@@ -216,7 +214,6 @@ def data(given=100, batch_size=8, **parts):
 
 STREAM = Stream(lambda index: index, 100)
 LONG, TOLD = data(800), data(ToldItsEpoch(torch.zeros(100, 3)))
-DROPPING = data(STREAM, drop_last=True)
 
 
 def run_of(side=LONG, allow=(), training=None, own=None, max_workers=None, why=None, **ready):
@@ -341,26 +338,3 @@ def test_the_tightest_limits_of_all_ranks_hold():
     )
     ranks = [Space(max_workers=8, limits=one), Space(max_workers=6, limits=other)]
     assert common_space(ranks) == Space(max_workers=6, limits=both)
-
-
-ONE = {"num_workers": 1}
-CHANGES = [
-    ({"batch_size": 32}, TOLD, Caution.BATCH_SIZE, "from 8 to 32: adjust the learning rate"),
-    (
-        {**ONE, "in_order": False},
-        TOLD,
-        Caution.OUT_OF_ORDER,
-        "order of batches differs between runs",
-    ),
-    ({**ONE, "persistent_workers": True}, TOLD, Caution.EPOCH_NOT_SEEN, "set_epoch()"),
-    ({"num_workers": 3}, DROPPING, Caution.FEWER_SAMPLES, "an epoch has fewer samples"),
-    (ONE, DROPPING, None, ""),
-    ({**ONE, "prefetch_factor": 4}, TOLD, None, ""),
-]
-
-
-@pytest.mark.parametrize(("best", "side", "row", "words"), CHANGES)
-def test_what_a_choice_changes_in_training_is_said(best, side, row, words):
-    found = list(changes_in_training(LoaderConfig(**best), side))
-    assert [each.kind for each in found] == ([] if row is None else [row.kind])
-    assert all(words in each.sentence for each in found)

@@ -11,8 +11,7 @@ from unittest.mock import Mock
 import optuna
 import pytest
 
-from autotune_loader.diagnosis import Caution, Ended, Source, Undecided
-from autotune_loader.diagnosis.judge import source_of
+from autotune_loader.diagnosis import Caution, Ended, Undecided
 from autotune_loader.diagnosis.units import counted
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.sampler import ROUND, TwinSampler
@@ -669,23 +668,3 @@ def test_a_too_large_batch_size_is_out():
     assert by_size[None].measurement is not None
     assert by_size[16].measurement is not None
     assert assembled(found, 1.0).best.batch_size != 64
-
-
-ONCE, GIB = {"sample": 1e5, "data": 10**6}, 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("sample", "samples", "fits", "told"),
-    [
-        (None, 10, True, None),
-        (0.0, 10, True, Source.NOT_STORAGE()),
-        (1e5, None, True, Source.STORAGE(sample=1e5)),
-        (1e5, 10, None, Source.STORAGE(sample=1e5)),
-        (1e5, 10, True, Source.STORAGE_AT_FIRST(**ONCE)),
-        (1e5, 10, False, Source.STORAGE_ALWAYS(**ONCE, memory=GIB)),
-    ],
-)
-def test_where_training_will_have_samples_from_is_told(sample, samples, fits, told):
-    machine = SimpleNamespace(memory=SimpleNamespace(total_bytes=GIB), holds=lambda size: fits)
-    data = SimpleNamespace(samples_per_epoch=lambda: samples)
-    assert source_of(SimpleNamespace(read_bytes_per_sample=sample), data, machine) == told

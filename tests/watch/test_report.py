@@ -1,12 +1,14 @@
 """What a script's report says: what its loops show, the command that may pay, a block as drawn."""
 
 import copy
+import os
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 from report.example import ran
 
+from autotune_loader import TuningResult
 from autotune_loader.autoloader.live import Found
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Kept
@@ -16,6 +18,7 @@ from autotune_loader.pipeline.loop_log import Site, Totals
 from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.values import Interval, LoaderConfig
 from autotune_loader.watch import report
+from autotune_loader.watch.others import gathered, leave
 from autotune_loader.watch.run_plan import Plan
 from autotune_loader.watch.session import Session
 from autotune_loader.watch.watched import CpuTimes, ScriptLoader
@@ -35,14 +38,22 @@ def loader_of(workers=0, *, loop_cpu_s=0.001, queued_s=0.0, busy_s=5.0, **totals
     return known
 
 
-def seen_of(monkeypatch, *loaders, cores=4, script="train.py"):
+def seen_of(monkeypatch, *loaders, cores=4, script="train.py", verb="watch"):
     monkeypatch.setattr(report, "usable_cores", lambda: SimpleNamespace(usable=cores))
-    session = Session(Plan(verb="watch", script=script))
+    session = Session(Plan(verb=verb, script=script))
     session.loaders += loaders
     return report.seen_of(session)
 
 
 RUN_WITH_WORKERS, RUN = Advice.RUN_WITH_WORKERS.kind, Advice.RUN.kind
+COMMANDS = {RUN_WITH_WORKERS: "run --allow-workers train.py`", RUN: "run train.py`"}
+
+
+def commands_in(found):
+    """The kinds of advice that name a command."""
+    named = [each for each in found.advice if each.kind in COMMANDS]
+    assert [each for each in named if f"`autotune-loader {COMMANDS[each.kind]}" not in each] == []
+    return [each.kind for each in named]
 
 
 QUEUED_IN_WORKERS = loader_of(2, queued_s=0.039, busy_s=39.0)
@@ -54,7 +65,7 @@ WAITS = (4, Bottleneck.STORAGE, RUN_WITH_WORKERS)
     [
         (loader_of(), *WAITS),
         (loader_of(), 1, *WAITS[1:]),
-        (loader_of(loop_cpu_s=0.008), 4, Bottleneck.CPU, RUN_WITH_WORKERS),
+        (loader_of(loop_cpu_s=0.008), 2, Bottleneck.CPU, RUN_WITH_WORKERS),
         (loader_of(loop_cpu_s=0.008), 1, Bottleneck.CPU, None),  # workers compute, too
         (loader_of(2), 4, Bottleneck.STORAGE, RUN),
         (QUEUED_IN_WORKERS, 4, Bottleneck.CORES, None),
@@ -69,8 +80,26 @@ WAITS = (4, Bottleneck.STORAGE, RUN_WITH_WORKERS)
 def test_a_command_is_named_where_it_could_pay(monkeypatch, known, cores, bottleneck, command):
     (found,) = seen_of(monkeypatch, known, cores=cores).report.loaders
     assert bottleneck.said_by(found.bottleneck), found.bottleneck
-    named = [each.kind for each in found.advice if each.kind in (RUN, RUN_WITH_WORKERS)]
-    assert named == ([command] if command else [])
+    assert commands_in(found) == ([command] if command else [])
+
+
+@pytest.mark.parametrize(
+    ("workers", "kept", "command"),
+    [(0, Kept.NO_CONSENT(), RUN_WITH_WORKERS), (0, Kept.ITERABLE(), None), (2, None, None)],
+)
+def test_run_names_a_command_that_may_do_more(monkeypatch, workers, kept, command):
+    known = loader_of(workers)
+    known.kept = kept
+    (found,) = seen_of(monkeypatch, known, verb="run").report.loaders
+    assert commands_in(found) == ([command] if command else [])
+
+
+@pytest.mark.parametrize(
+    ("figures", "is_told"), [({}, True), ({"batches": 2}, False), ({"stepped_s": 0.0}, False)]
+)
+def test_a_rate_needs_three_batches_and_a_step(monkeypatch, figures, is_told):
+    (found,) = seen_of(monkeypatch, loader_of(**{"batches": 3, **figures})).report.loaders
+    assert (found.samples_per_s is not None) == is_told
 
 
 @pytest.mark.parametrize(("last", "told"), [(7, None), (8, "2 of 4 workers")])
@@ -81,6 +110,10 @@ def test_a_worker_is_idle_once_all_had_turns(monkeypatch, last, told):
     assert found.idle_workers == (Caution.IDLE_WORKERS(idle=2, workers=4) if told else None)
     assert (Advice.SPREAD_SHARDS(busy=2) in found.advice) == bool(told)
     assert found.delivered == (8, last, 0, 0)
+    # AND none is where all deliver
+    known.delivered.update({2: 8, 3: 8})
+    (found,) = seen_of(monkeypatch, known).report.loaders
+    assert found.idle_workers is None
 
 
 @pytest.mark.parametrize(
@@ -98,6 +131,17 @@ def test_evidence_is_of_one_batch(monkeypatch, workers, queued_s, expected):
     expected |= {"samples_per_s": 400, "batch_size": 8, "step_s": 5.9 / 500, "batch_bytes": 0}
     expected |= {"cpu_share": 5 / (4 * 10), "fetch_cpu_s": 0.001, "loader_share": 4.1 / 20}
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("workers", "unknown"), [(0, ("fetch_s", "fetch_cpu_s", "fetch_queued_s")), (2, ("receive_s",))]
+)
+def test_what_was_not_clocked_is_not_known(workers, unknown):
+    known = loader_of(workers)
+    known.in_loop.batches = 0.0
+    found = asdict(report.evidence_of(known, 20.0))
+    assert {name: found[name] for name in unknown} == dict.fromkeys(unknown)
+    assert found["receive_queued_s"] == 0.0
 
 
 def test_a_fork_is_told_beside_the_next_step(monkeypatch):
@@ -127,8 +171,31 @@ def test_a_wait_above_what_is_allowed_is_told(monkeypatch):
     seen = seen_of(monkeypatch, loader_of())
     told = seen.too_long(Plan(verb="watch", most_waiting=0.4))
     assert told == Caution.WAITS_TOO_LONG(name="train.py:15", share=0.41, most=0.4)
-    assert seen.too_long(Plan(verb="watch", most_waiting=0.42)) is None
+    assert seen.too_long(Plan(verb="watch", most_waiting=0.41)) is None
     assert seen.too_long(Plan(verb="watch")) is None
+    assert "15 of rank 1: " in replace(seen, rank=1).too_long(Plan(verb="watch", most_waiting=0.4))
+
+
+def test_what_a_process_leaves_is_gathered_once(monkeypatch, capsys, tmp_path):
+    seen, folder = seen_of(monkeypatch, loader_of()), tmp_path / "left"
+    report.tell([seen], Plan(verb="watch", pid=os.getppid(), folder=str(folder)))
+    assert capsys.readouterr().err == ""
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert gathered(str(folder)) == [seen]
+    assert not folder.exists()
+    assert gathered(str(folder)) == []
+    assert not leave(seen, "/dev/null/left")
+
+
+def test_what_is_asked_for_is_written(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "loader.json"
+    seen = seen_of(monkeypatch, loader_of(waited_s=4.12345))
+    report.tell([seen], Plan(verb="watch", output=str(file), report=str(tmp_path)))
+    told = capsys.readouterr().err
+    assert f"\nWritten to {file}.\n" in told
+    assert f"\n{tmp_path} was not written: [Errno" in told
+    assert TuningResult.load(file).seconds == 10.023
+    assert 0.0 <= seen.report.seconds < 60.0  # since the session began
 
 
 def test_a_script_that_watches_itself_gets_a_call(monkeypatch):
@@ -139,6 +206,7 @@ def test_a_script_that_watches_itself_gets_a_call(monkeypatch):
 def test_figures_are_of_the_settings_that_are_told(monkeypatch):
     known, eight = loader_of(), LoaderConfig(num_workers=8)
     tuner = Tuner(known.log, known.own, cores=4, max_workers=32)
+    known.kept = Kept.ITERABLE()  # as long as nothing tuned it
     known.tune_by(Found(site=SITE, log=known.log, tuner=tuner, has_batched_fetch=True))
     rates = {known.own: 47.0, eight: 690.0}
     tuner.measured = {each: [ran(each, rate).measurement] for each, rate in rates.items()}
@@ -147,9 +215,17 @@ def test_figures_are_of_the_settings_that_are_told(monkeypatch):
     (told,), result = seen.report.loaders, seen.result
     assert (told.samples_per_s, told.wait_share) == (47.0, 0.125)
     assert told.settings_now["num_workers"] == 0
+    assert told.kept == known.found.kept
     assert (result.rate.value, result.wait_share, result.status) == (47.0, 0.125, "partial")
     assert result.bottleneck == told.bottleneck == known.found.result.bottleneck
     assert "Best so far: 8 workers, prefetch 2, 14.7x the rate of 0 workers." in result.report()
+    # AND what was gained is told once they have changed
+    tuner.is_trying, tuner.gain = False, Interval(value=14.7, low=14.0, high=15.0, count=9)
+    for best, gain in ((known.own, None), (eight, tuner.gain)):
+        tuner.best = best
+        (told,) = seen_of(monkeypatch, known).report.loaders
+        assert told.speedup == gain
+        assert told.settings_now["num_workers"] == best.num_workers
 
 
 def test_a_loader_that_takes_little_comes_last(monkeypatch):
@@ -166,8 +242,9 @@ def test_a_loader_that_takes_little_comes_last(monkeypatch):
 )
 def test_rank_0_tells_and_says_of_how_many(rank, ranks, end, monkeypatch, capsys):
     seen = replace(seen_of(monkeypatch, loader_of()), rank=rank, ranks=ranks)
-    report.tell([seen], Plan(verb="watch", most_waiting=0.4))
+    report.tell([seen, copy.deepcopy(seen)], Plan(verb="watch", most_waiting=0.4))
     told = capsys.readouterr().err
+    assert told.count("--fail-if-wait") == (rank == 0)
     assert told.endswith(end)
     assert bool(told) == (rank == 0)
     (loader,) = report.report_of([seen, copy.deepcopy(seen), copy.deepcopy(seen)]).loaders

@@ -186,6 +186,29 @@ def test_under_run_a_report_says_why_nothing_tunes(monkeypatch, capsys):
     told = " ".join(capsys.readouterr().err.split())
     assert f"not changed: {Kept.NOT_TUNED(error='OSError: no room')}" in told
 
+    class Mine(DataLoader):
+        def _get_iterator(self):
+            return _SingleProcessDataLoaderIter(self)
+
+    with enable("run"):
+        assert len(list(Mine(NUMBERS))) == 48
+    assert f"not changed: {Kept.OWN_ITERATOR(kind='Mine')}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_where_no_loader_is_iterated_it_says_so(rank, told, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    with enable("run"):
+        pass
+    said = "\nautotune-loader run: No PyTorch DataLoader was iterated: nothing to report.\n"
+    assert capsys.readouterr().err == (said if told else "")
+
+
+def test_enabling_writes_what_it_is_asked_for(tmp_path, capsys):
+    with enable("watch", output=tmp_path / "loader.json"):
+        list(make())
+    assert LINE in (tmp_path / "loader.json").read_text()
+
 
 def test_enabling_again_leaves_nothing_behind(capsys):
     with enable("watch"):
@@ -310,6 +333,21 @@ def test_a_thread_that_reads_ahead_is_not_judged(way, is_ahead, capsys):
     assert (Caution.READ_AHEAD(thread="ahead") in told) == (way is in_a_queue)
 
 
+def test_a_first_line_is_said_once_unless_stopped():
+    said, never = queue.Queue(), threading.Event()
+    line, late = session.FirstLine(lambda: said.put(1), 0.0), session.FirstLine(never.set, 600.0)
+    for each in (line, late, late):
+        each.start()
+    assert session.waiting.count(late) == 1
+    assert said.get(timeout=10) == 1
+    for each in (line, late):
+        each.stop()
+        each.start()
+        assert each not in session.waiting
+    assert said.empty()
+    assert not never.is_set()
+
+
 @pytest.mark.process
 def test_something_is_said_within_10_s(capfd, monkeypatch):
     now, begun, forked = 0.0, time.monotonic(), multiprocessing.get_context("fork").Event()
@@ -410,6 +448,13 @@ def test_the_first_line_comes_once(wait_s, step_s, silent, share, monkeypatch):
     assert told == [[]] * silent + [[line]] * (60 - silent)
 
 
+def test_a_batch_is_clocked_every_20_ms(monkeypatch):
+    loop = FakeLoop(64, monkeypatch)
+    for _ in range(64):
+        loop.batch(0.0009, 0.0009)
+    assert loop.known.in_loop.batches == 6  # the first, and each 12th
+
+
 def test_the_wait_for_the_next_batch_counts(monkeypatch):
     loop, said = FakeLoop(4, monkeypatch), []
     for _ in range(4):
@@ -432,9 +477,10 @@ def test_rank_0_tells_three_loaders_early(rank, told, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     loaders = [DataLoader(NUMBERS) for _ in range(5)]
-    with enable("watch"):
+    with enable("watch") as enabled:
         for loader in loaders * 2:
             list(loader)
+        assert enabled.session.first_line not in session.waiting  # which would tell one once more
         assert capsys.readouterr().err.count(": the training loop waits for data") == told
 
 
@@ -453,6 +499,17 @@ def test_waits_pauses_and_starts_are_told_apart(monkeypatch):
     assert totals.starting_share == pytest.approx((2 * 2.1 - 2 * 0.1) / 5.5)
     assert loop.known.in_loop.of_one == pytest.approx((1.4 / 8, 0.7 / 8))
     assert loop.known.batch_bytes == 32
+    # AND a thread that took half of the batches did not read ahead
+    loop.known.ahead = 4
+    assert not loop.known.is_read_ahead
+    loop.known.ahead = 5
+    assert loop.known.is_read_ahead
+
+
+def test_of_a_batch_dense_tensors_are_looked_at():
+    dense, sparse = torch.eye(2), torch.eye(2).to_sparse()
+    batch = {"x": [sparse, (dense, 1)], "y": "text"}
+    assert [*map(id, watched.tensors_in(batch))] == [id(dense)]
 
 
 class Meter:
