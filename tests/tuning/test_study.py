@@ -398,7 +398,7 @@ SHAPE = simulated_trials(SimulatedMachine(), TWO)[0].measurement
 SHAPE = replace(SHAPE, traces=(), samples=0, step_s=0.0, service_s=0.0)
 
 
-def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0):
+def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0, also=(TWO,)):
     """A search whose bursts gave the user's own configuration and another one these rates."""
     trials = []
     for number, rates in [(None, searched), *enumerate(rounds)]:
@@ -406,7 +406,7 @@ def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0):
             told = Interval(value=rate or 0.0, low=rate or 0.0, high=rate or 0.0, count=9)
             measured = replace(SHAPE, samples_per_s=told, foreign_cpu_share=foreign)
             trials += [Trial.of(len(trials), config, measured, round=number)] if rate else []
-    belief = Belief(Space(max_workers=0, also=(TWO,)), Context(usable_cores=2), trials)
+    belief = Belief(Space(max_workers=0, also=also), Context(usable_cores=2), trials)
     run = SimpleNamespace(tolerance=0.02, baseline=NONE)
     return SimpleNamespace(trials=trials, belief=belief, run=run, ended=ended)
 
@@ -426,6 +426,8 @@ CHOICES = [
     (a_search([(100, 101)], NO_TIME, searched=(100, 99)), Undecided.FEW_ROUNDS, NONE),
     (a_search([], NO_TIME, searched=(100, 101)), Undecided.NO_ROUNDS, NONE),
     (a_search([], NO_TIME, searched=(100, None)), Undecided.ONE_TRIED, NONE),
+    # others are busy, but there is nothing to choose from
+    (a_search([(9, None)] * 2, SAFE, searched=(9, None), foreign=0.5, also=()), None, NONE),
     # interrupted: the best so far, and nothing that never ran, whatever is believed of it
     (a_search([], Ended.INTERRUPTED, searched=(100, 400)), None, TWO),
     (a_search([], Ended.INTERRUPTED, searched=(100, None)), None, NONE),
