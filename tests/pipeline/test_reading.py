@@ -255,8 +255,10 @@ def test_a_runs_seed_decides_what_a_sampler_draws():
     data = loader(batch_size=8, sampler=sampler)
     first, again, other = (Run(data, seed)(2) for seed in (0, 0, 1))
     assert first == again != other
-    burst = Run(loader(sampler=RandomSampler(ROWS, replacement=True)))
-    assert burst() != burst()
+    for draws in ({"replacement": True}, {"num_samples": 32}):
+        burst = Run(loader(sampler=RandomSampler(ROWS, **draws)))
+        assert burst.data.has_own_order
+        assert burst() != burst()
 
 
 def test_a_samplers_end_and_error_are_the_bursts():
