@@ -117,6 +117,19 @@ def test_an_error_says_what_helps(error, kind, says, process):
     assert needs_new_process(failure) is process
 
 
+FRAMES = '  File "a.py", line 1\n    a()\n' * 2
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("x" * 591, "OSError: " + "x" * 591),
+    ("x" * 592, "OSError: " + "x" * 590 + "…"),
+    ("of a folder \nand more", "OSError: of a folder"),
+    (f"Caught KeyError in worker\nOriginal Traceback\n{FRAMES}KeyError: 7\nmore", "KeyError: 7"),
+])  # fmt: skip
+def test_a_message_is_one_line_that_fits(text, message):
+    assert failure_of(OSError(text), "batches").message == message
+
+
 HOARD = []
 
 

@@ -3,6 +3,7 @@ dataset runs or moves on."""
 
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ def test_copies_of_the_first_batch_reach_the_step(made, method, tmp_path):
 
 
 def with_a_lock(samples):
-    return {"lock": threading.Lock(), "x": torch.stack(samples)}
+    return {"text": "a" * (1 << 17), "lock": threading.Lock(), "x": torch.stack(samples)}
 
 
 @pytest.mark.parametrize(("collate", "kind", "workers"), [
@@ -105,7 +106,10 @@ def test_handing_over_moves_and_ends_nothing(collate, kind, workers, monkeypatch
     message, (begun, *rest) = own.look()
     place = begun + 1, *rest  # of another process
     assert 0 < message.ready.first_fetch_s < 60
-    assert own.prepare(message.ready).ready is not None
+    # GIVEN a step in another process than that which has seen the batch
+    own._first = None
+    words = {"step": "no model: the DataLoader alone", "default_threads": torch.get_num_threads()}
+    assert own.prepare(message.ready).ready == replace(message.ready, **words)
     message, after = own.run(Request(what="hand_over", plan=QUICK, config=TWO_WORKERS), place)
     assert message.failure.kind == kind
     assert not message.ends_run
