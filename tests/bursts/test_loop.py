@@ -1,6 +1,7 @@
 """The loop of a burst: the times of its host and its device, what it takes of the machine, and the
 end of its workers."""
 
+import contextlib
 import os
 import threading
 import time
@@ -23,9 +24,10 @@ from autotune_loader.machine.limits import SharedMemory
 from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.machine.processes import TreeUse
 from autotune_loader.pipeline.equal import is_equal
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.throughput import is_enough
-from autotune_loader.pipeline.tracing import Handed, Stamp
-from autotune_loader.pipeline.workload import TrainingSide
+from autotune_loader.pipeline.tracing import Handed, Stamp, make_traced_loader
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
 from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig, MemoryUse
 from tests.support import FakeClock
 from tests.support.bursts import TWO_WORKERS, Made, measured, opened, workload
@@ -91,6 +93,10 @@ class Batches:
             yield Handed(Stamp(), "batch", Stamp(), fetch)
 
 
+class Nothing(list):
+    num_workers = 0
+
+
 def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=None):
     """The host spends `host_s` on handing a step over, and the device `step_s` on doing it."""
     clock = clock or FakeClock()
@@ -122,6 +128,7 @@ def test_a_window_ends_in_time(workers, asked_at, monkeypatch):
     def asked(*args, **kwargs):
         clock.sleep(0.01)
         asks.append(kwargs["delivered"])
+        assert kwargs["run"] == 0  # no reading tells of any
         return is_enough(*args, **kwargs)
 
     clock, asks = FakeClock(), []
@@ -130,6 +137,37 @@ def test_a_window_ends_in_time(workers, asked_at, monkeypatch):
     # THEN it is no longer than planned
     assert found.window_s < PLAN.max_s + 0.1
     assert asks == [*asked_at]  # in the first rounds, and at its end
+    assert len(found.traces) == asked_at[-1]
+
+
+def test_a_run_on_the_cpu_has_the_hosts_times():
+    clock, phases, told = FakeClock(), [], []
+    step = SimpleNamespace(run=lambda batch: clock.sleep(0.008))
+    config = LoaderConfig(num_workers=0)
+    request = Request(what="burst", plan=PLAN, config=config, reads_pss=False)
+    run = LoopRun(request, step, None, phases.append, lambda *what: told.append(what))
+    run.now = clock
+    found = run.measured(lambda: Batches(clock, 0.002, 0))
+    assert phases == ["start", "first_batch", "batches", "shutdown"]
+    assert found.samples_per_s.value == pytest.approx(4 / 0.010)
+    assert found.step_s == pytest.approx(0.008)
+    assert found.wait_share == pytest.approx(0.2)
+    assert found.memory is found.gpu_busy_share is found.stages is None
+    # AND without a batch it says so
+    none = LoopRun(request, step, None, phases.append).measured(Nothing)
+    assert (none.kind, none.phase) == ("no_data", "first_batch")
+    assert told == []
+
+
+def test_a_batch_that_failed_is_forgotten():
+    """Else the next one would have begun with it."""
+    data = DataSide.from_dataset(Made(lambda key: 1 // left.pop()), batch_size=1)
+    left, begun = [1, 0], []
+    for error in (ZeroDivisionError, None):
+        with pytest.raises(error) if error else contextlib.nullcontext(), OpenLoader() as own:
+            begun.append(time.monotonic())
+            handed = next(own.open(make_traced_loader(data, LoaderConfig(), Reading(data))))
+    assert handed.fetch[1] > begun[1]
 
 
 def test_an_error_is_told_with_its_phase():
@@ -322,9 +360,12 @@ def test_shares_and_bytes_are_the_windows_alone(monkeypatch):
     assert cloned == MemoryUse(rss_bytes=5 + 2, pss_bytes=3 + 30 + 400, shm_bytes=700)
     assert watched.close([], [LATE])["memory"] is None
     assert silent.close()["memory"] is None
-    # AND ticks of the host and of the tree that differ make no negative load
-    machine.at(8.0, 12.0, machine.uses)
-    assert silent.close()["foreign_cpu_share"] == 0.0
+    # AND ticks of the host and of the tree that differ make no negative load, nor do what ends
+    machine.at(8.0, 12.0, {1: (9.0, 20)}, free_bytes=1001)
+    found = watched.close()
+    assert found["foreign_cpu_share"] == 0.0
+    assert found["read_bytes"] == 0
+    assert found["memory"].shm_bytes == 0
 
 
 def rows(slow=None):

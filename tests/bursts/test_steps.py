@@ -251,9 +251,40 @@ def test_a_train_step_moves_its_batch_itself():
         assert model.weight.device.type == ("cpu" if spread else "meta")
 
 
-def test_that_nothing_is_trained_is_said():
-    (note,) = trained((X, Y), model=plain().requires_grad_(False)).notes
+@pytest.mark.parametrize("model", [plain().requires_grad_(False), lambda x, y: x.mean()])
+def test_that_nothing_is_trained_is_said(model):
+    (note,) = trained((X, Y), model=model).notes
     assert "nothing is trained" in note
+
+
+def test_without_an_optimizer_weights_stay():
+    model = plain()
+    before = model.weight.detach().clone()
+    trained((X, Y), model=model)
+    assert torch.equal(model.weight, before)
+    # AND their gradients are those of one batch
+    (of_one,) = torch.autograd.grad(functional.cross_entropy(model(X), Y), [model.weight])
+    assert torch.equal(model.weight.grad, of_one)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_some_batches_make_one_step(is_scaled):
+    called = []
+    optimizer = SimpleNamespace(
+        zero_grad=lambda set_to_none: called.append("zero"), step=lambda: called.append("step")
+    )
+    step = build_step(TrainingSide(model=plain(), optimizer=optimizer), (X, Y))
+    step.accumulate = 3
+    if is_scaled:
+        step.scaler = SimpleNamespace(
+            scale=lambda loss: loss, step=lambda own: own.step(), update=lambda: called.append("up")
+        )
+    for _ in range(8):
+        step.run((X, Y))
+        called.append("|")
+    # THEN the first is a whole one, so that memory of the optimizer is there from then on
+    expected = "zero step up | zero | | step up | zero | | step up | zero |"
+    assert " ".join(called) == (expected if is_scaled else expected.replace(" up", ""))
 
 
 @pytest.mark.process
