@@ -204,6 +204,7 @@ def test_a_fresh_module_is_made_alike(module, lock):
     vars(module).update(ROOT="s3://data", limit=3, names=["a", "b"], table={"x": 1, "y": 2})
     for each in (module.space, module.held, module.slots):
         each.SIZE = 2
+    del module.held.names
     dict.update(module.frozen, SIZE=2)
     module.ordered["SIZE"], module.Config.Inner.SIZE, module.attributes.lock = 2, 3, lock
     script = script_of("def rows(self): return 12\ndef locked(self): return lock", lock=lock)
@@ -226,7 +227,8 @@ def test_a_fresh_module_is_made_alike(module, lock):
     assert names == fresh.names == ["a", "b"]
     assert table == fresh.table == {"x": 1, "y": 2}
     _, frozen, space, held, ordered = fresh.kept()
-    assert frozen["SIZE"] == ordered["SIZE"] == space.SIZE == held.SIZE == fresh.slots.SIZE == 2
+    assert frozen["SIZE"] == ordered["SIZE"] == space.SIZE == fresh.slots.SIZE == 2
+    assert vars(held) == {"SIZE": 2}
     assert fresh.Config.Inner.SIZE == 3
     assert len(fresh.Rows()) == 12
     # AND nothing is set twice, nor in what shall stay

@@ -260,6 +260,7 @@ def test_the_step_is_warm_when_settled(seconds, steps, monkeypatch):
     step = TrainingStep(lambda batch: timeline.launch(next(left)), "a step", torch.device("cpu"))
     bench.warm_up(step, torch.ones(1), timeline)
     assert len(list(left)) == len(seconds) - steps
+    assert timeline.events == ["open"] + ["synchronize"] * steps
 
 
 @pytest.mark.parametrize(("allowed", "most_workers", "pinning_s", "blocks"), [
@@ -287,7 +288,8 @@ def test_pages_are_locked_for_a_loops_batches(
 
 def test_what_cannot_be_pinned_is_no_trouble(monkeypatch):
     monkeypatch.setattr(bench, "pin_memory", None)
-    bench.lock_pages([torch.zeros(3)], Allowance(4), None)
+    for batch in ([torch.zeros(3)], "no tensor"):
+        bench.lock_pages(batch, Allowance(4, 1000), None)
 
 
 WORKER, LATE, APART = 7, 8, 9
