@@ -115,6 +115,7 @@ def test_an_error_says_what_helps(error, kind, says, process):
     assert kind == "shared_memory" or SHM not in failure.message
     assert ("moves it" in failure.message) is (says == "moves it to the device")
     assert needs_new_process(failure) is process
+    assert failure.retryable is (kind == "crashed")
 
 
 FRAMES = '  File "a.py", line 1\n    a()\n' * 2
@@ -123,7 +124,7 @@ FRAMES = '  File "a.py", line 1\n    a()\n' * 2
 @pytest.mark.parametrize(("text", "message"), [
     ("x" * 591, "OSError: " + "x" * 591),
     ("x" * 592, "OSError: " + "x" * 590 + "…"),
-    ("of a folder \nand more", "OSError: of a folder"),
+    ("Caught in a folder \nand more", "OSError: Caught in a folder"),
     (f"Caught KeyError in worker\nOriginal Traceback\n{FRAMES}KeyError: 7\nmore", "KeyError: 7"),
 ])  # fmt: skip
 def test_a_message_is_one_line_that_fits(text, message):
@@ -357,21 +358,8 @@ class Shared(IterableDataset):
         yield from map(float, range(info.id, 64, info.num_workers))
 
 
-def slow(key):
-    time.sleep(0.6)
-    return 0
-
-
-class Local(list):
-    def __reduce__(self):
-        raise TypeError("cannot pickle Local")
-
-
 SEEDED = {"worker_init_fn": torch.manual_seed}
 NOT_SENT = {"collate_fn": lambda samples: 0, "multiprocessing_context": "spawn"}
-NOT_PICKLED = r"cannot be pickled .*Local.* none are tried"
-
-
 NEEDS_ONE = "cannot be read without workers"
 
 
@@ -382,16 +370,13 @@ NEEDS_ONE = "cannot be read without workers"
     (Shuffled(True), SEEDED, "", (0, None)),
     (Shared(raises=True), {}, NEEDS_ONE, (1, None)),
     (Shared(raises=False), {}, NEEDS_ONE, (1, None)),
-    (Made(slow), {}, "raise the budget, or tune with a smaller batch_size", (0, None)),
-    (Made(float), {"collate_fn": Local}, NOT_PICKLED, (0, 0)),
     (Made(float), NOT_SENT, "sent the collate_fn", (0, 0)),
-], ids=("repeated", "sharded", "raises", "is empty", "slow", "lambda", "not sent"))  # fmt: skip
+], ids=("repeated", "sharded", "raises", "is empty", "not sent"))  # fmt: skip
 def test_what_the_first_batch_tells_is_noted(dataset, parts, says, workers):
     configs = [ONE_WORKER, TWO_WORKERS] if says == NEEDS_ONE else []
     probe, _ = run(workload(dataset, **parts), *configs)
     assert re.search(says, " ".join(probe.notes))
     assert (probe.warmup.least_workers, probe.warmup.most_workers) == workers
-    assert (probe.warmup.first_fetch_s > 2.0) is ("raise the budget" in says)
 
 
 @pytest.fixture
@@ -416,7 +401,7 @@ TELLS = {
     "an open file": (None, {}, {"most_workers": 0}, rf"Timed reads from {__file__}, which"),
     "a handle": (float, {"index": 1}, {"most_workers": 0}, "^dataset.index is an open Connec"),
     "a lock": (lambda key: threading.Lock(), {"collate_fn": list}, {**NO_TENSOR, "most_workers": 0},
-        "^A batch cannot be pickled .TypeError: "),
+        "^A batch cannot be pickled .TypeError: .*and none are tried"),
 }  # fmt: skip
 
 

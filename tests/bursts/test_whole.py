@@ -308,18 +308,23 @@ def written(value, max_bytes=256 * MIB):
         return read_archive(file), os.fstat(file).st_size
 
 
+def named(tensor):
+    tensor.of_file = "a.jpg"
+    return tensor
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("held", [
     torch.zeros(0), torch.rand(30, 30).T, torch.ones(9, 9, dtype=torch.bfloat16)[::2],
     torch.nn.Parameter(torch.rand(99)), torch.rand(99, dtype=torch.complex64).conj(),
-    torch.rand(9, 9).to_sparse(),
+    torch.rand(9, 9).to_sparse(), named(torch.rand(9)),
 ])  # fmt: skip
 def test_unusual_tensors_travel(held):
     default = "cpu" if held.is_sparse else "meta"
     with torch.device(default):  # of the caller's, such as "cuda"
         back, _ = written(held)
     assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
-    for name in ("dtype", "requires_grad", "layout", "__class__"):
+    for name in ("dtype", "requires_grad", "layout", "__class__", "__dict__"):
         assert getattr(back, name) == getattr(held, name)
 
 

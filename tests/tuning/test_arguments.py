@@ -95,6 +95,7 @@ WRONG = [
     (ROWS, {"budget": None}, T, "budget=None is neither a number of seconds nor "),
     (ROWS, {"max_workers": -1}, V, "max_workers=-1 must be an integer >= 0; max_workers=1"),
     (ROWS, {"tolerance": 1}, V, "tolerance=1 must be at least 0 and below 1; tolerance=0.02"),
+    (ROWS, {"tolerance": -1e-9}, V, "tolerance=-1e-09 must be at least 0 and below 1; tolerance=0"),
     (ROWS, {"progress": "on"}, T, "progress='on' is not a bool; progress=False would work"),
     (ROWS, {"allow": ("in-order",)}, V, "allow='in_order' would work"),
     (ROWS, {"allow": 3}, T, r"allow=3 is not a collection of names; allow=\('in_order',\)"),
@@ -126,6 +127,7 @@ def test_tune_has_the_arguments_that_are_promised():
 def test_options_are_read_as_people_write_them():
     budgets = [TuneOptions(budget=given).budget_s for given in (60, " 60 s ", "1.5min", "5m")]
     assert budgets == [60, 60, 90, 300]
+    assert TuneOptions(tolerance=0).tolerance == 0
     assert TuneOptions(allow="in_order").allow == TuneOptions(allow={"in_order"}).allow
 
 
