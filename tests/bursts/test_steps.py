@@ -11,7 +11,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autotune_loader.bursts.step import StepError, StepInferenceError, build_step
+from autotune_loader.bursts.step import (
+    StepError,
+    StepInferenceError,
+    build_step,
+    customary_loss,
+)
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import Measurement, WorkloadError
 from tests.support.bursts import ALONE, QUICK, measured, opened, run, workload
@@ -198,6 +203,11 @@ def test_a_customary_batch_is_trained_as_shown(model, batch, loss_fn, says):
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (6x4 and 9x2)"
 
 
+def test_classes_are_the_second_dimension_where_any_could_be():
+    answer, target = torch.rand(2, 3, 3), torch.randint(3, (2, 3))
+    assert customary_loss(answer, target)[1] == functional.cross_entropy(answer, target)
+
+
 @pytest.mark.parametrize(("model", "loss_fn", "batch", "says"), [
     (plain(), None, object(), "The step for a batch of type object cannot be inferred"),
     (plain(), None, (X, X, Y), "The step for a tuple of 3: tensor [6, 4], tensor [6, 4], tensor [6]"
@@ -223,8 +233,9 @@ SHAPES = "mat1 and mat2 shapes cannot be multiplied (6x4 and 9x2)"
 def test_what_is_not_customary_is_asked_for(model, loss_fn, batch, says):
     with pytest.raises(StepInferenceError) as caught:
         trained(batch, model=model, loss_fn=loss_fn)
+    mark = ";" if "failed" in says else ":"
     asks = "pass train_step=lambda model, batch: ..., which returns the loss"
-    assert str(caught.value) == f"{says}; {asks}" if "failed" in says else f"{says}: {asks}"
+    assert str(caught.value) == f"{says}{mark} {asks}"
 
 
 @pytest.mark.parametrize(("act", "raised"), [

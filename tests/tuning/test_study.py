@@ -127,6 +127,9 @@ def test_trials_of_another_job_or_machine_are_refused(case, monkeypatch):
         monkeypatch.setattr(job, "cpu_model", lambda: "another CPU")
     if words is None:
         search_on(machine, known=known, study=study, budget_s=1.0)
+        study = open_study()
+        for _ in range(2):  # batches whose size nobody knows
+            search_on(machine, known={"batch_bytes": 0}, study=study, budget_s=1.0)
         return
     with pytest.raises(ValueError, match=f"{words}.*; a separate study for each job would work"):
         search_on(machine, known=known, study=study)
