@@ -87,8 +87,8 @@ def clocked(dataset, fetch=a_sample):
 
 
 class Of(Dataset):
-    """A dataset whose samples are what a function makes of their index; a second before and after is
-    its own."""
+    """A dataset whose samples are what a function makes of an index; a second before and one after
+    are its own."""
 
     def __init__(self, transform):
         self.transform = transform

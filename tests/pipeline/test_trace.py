@@ -141,6 +141,8 @@ READ = {
     "many workers' stock is left": (FULL | {"workers": 8, "step_s": 0.0001, "prefetch": 4}, 54,
         (1628.05, 1568.80, 1689.54), 46, 0.97977, None, -8.65524),
     "a slow worker": (SLOW, 60, (400.408, 386.501, 414.815), 53, 0.95013, 0.0371266, 0.03183),
+    "two slow batches": (SLOW | {"variation": 0.0}, 14,  # may be chance
+        (516.458, 515.971, 516.945), 10, 0.93596, None, 0.41238),
     "tiny batches": ({"workers": 3, "variation": 0.3}, 1600,
         (1184.65, 1158.50, 1211.39), 1594, 0.25942, 0.0229102, -0.00035),
 }  # fmt: skip
