@@ -255,11 +255,16 @@ def test_a_train_step_moves_its_batch_itself():
     assert seen[0] is X
     # AND another step does not, nor its model, but where its library has put it somewhere
     for spread in ({}, {"hf_device_map": {}}):
-        model = plain()
+        model = plain().eval()
         vars(model).update(spread)
         moved = build_step(TrainingSide(model=model, device="meta"), (X, Y)).move((X, Y))
         assert moved[0].device.type == "meta"
         assert model.weight.device.type == ("cpu" if spread else "meta")
+        assert model.training
+    # AND what is frozen in a model that trains stays as it is
+    model = nn.Sequential(plain(), nn.Dropout().eval())
+    build_step(TrainingSide(model=model), (X, Y))
+    assert [part.training for part in model] == [True, False]
 
 
 @pytest.mark.parametrize("model", [plain().requires_grad_(False), lambda x, y: x.mean()])

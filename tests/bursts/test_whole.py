@@ -26,6 +26,7 @@ from autotune_loader.bursts.packing import (
     Packed,
     TooLargeError,
     packed,
+    pickled,
     read_archive,
     why_not_sent,
     write_archive,
@@ -378,6 +379,11 @@ def test_workloads_beside_each_other_share_their_data(rows, size):
 def test_what_is_too_large_is_refused(held):
     with pytest.raises(TooLargeError, match="larger than 1 MiB"):
         written(held, MIB)
+    # AND of settings each byte counts once
+    size = len(pickled(held, 16 * MIB))
+    assert len(pickled(held, size)) == size
+    with pytest.raises(TooLargeError):
+        pickled(held, size - 1)
 
 
 @pytest.mark.process
