@@ -140,19 +140,26 @@ def test_a_window_ends_in_time(workers, asked_at, monkeypatch):
     assert len(found.traces) == asked_at[-1]
 
 
-def test_a_run_on_the_cpu_has_the_hosts_times():
-    clock, phases, told = FakeClock(), [], []
+def test_a_run_on_the_cpu_has_the_hosts_times(monkeypatch):
+    def close(window, workers, nursery):
+        asked.append((workers, nursery))
+        return {}
+
+    clock, phases, told, asked = FakeClock(), [], [], []
+    monkeypatch.setattr(Window, "close", close)
+    home = SimpleNamespace(pids=[WORKER])
     step = SimpleNamespace(run=lambda batch: clock.sleep(0.008))
     config = LoaderConfig(num_workers=0)
     request = Request(what="burst", plan=PLAN, config=config, reads_pss=False)
-    run = LoopRun(request, step, None, phases.append, lambda *what: told.append(what))
+    run = LoopRun(request, step, None, phases.append, lambda *what: told.append(what), home)
     run.now = clock
     found = run.measured(lambda: Batches(clock, 0.002, 0))
     assert phases == ["start", "first_batch", "batches", "shutdown"]
     assert found.samples_per_s.value == pytest.approx(4 / 0.010)
     assert found.step_s == pytest.approx(0.008)
     assert found.wait_share == pytest.approx(0.2)
-    assert found.memory is found.gpu_busy_share is found.stages is None
+    assert found.gpu_busy_share is found.stages is None
+    assert asked == [([], [WORKER])]
     # AND without a batch it says so
     none = LoopRun(request, step, None, phases.append).measured(Nothing)
     assert (none.kind, none.phase) == ("no_data", "first_batch")

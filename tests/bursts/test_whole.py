@@ -362,6 +362,9 @@ def test_workloads_beside_each_other_share_their_data(rows, size):
             # GIVEN one that has ended by the next, as it failed
             with packed(job, None, 64 * MIB, beside) as fds:
                 files.append(list(fds))
+            for of_one in (fds[0], fds[2]):  # settings and training
+                with pytest.raises(OSError, match="descriptor"):
+                    os.fstat(of_one)
         sizes = [os.fstat(fds[1]).st_size for fds in files]
         assert sizes[0] > size > 50 * max(sizes[1:])
         # THEN each side has the files to which its own refers, and memory of its own
