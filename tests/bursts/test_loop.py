@@ -140,7 +140,7 @@ def test_a_window_ends_in_time(workers, asked_at, monkeypatch):
     assert len(found.traces) == asked_at[-1]
 
 
-def test_a_run_on_the_cpu_has_the_hosts_times(monkeypatch):
+def test_on_the_cpu_the_hosts_times_count(monkeypatch):
     def close(window, workers, nursery):
         asked.append((workers, nursery))
         return {}

@@ -203,7 +203,7 @@ def test_a_customary_batch_is_trained_as_shown(model, batch, loss_fn, says):
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (6x4 and 9x2)"
 
 
-def test_classes_are_the_second_dimension_where_any_could_be():
+def test_classes_are_the_second_dimension():
     answer, target = torch.rand(2, 3, 3), torch.randint(3, (2, 3))
     assert customary_loss(answer, target)[1] == functional.cross_entropy(answer, target)
 
