@@ -156,7 +156,7 @@ def pickled(value: Any, max_bytes: float) -> bytes:
     file = _Limited(max_bytes, memory)
 
     def is_copied(buffer: pickle.PickleBuffer) -> bool:
-        file.count(buffer.raw().nbytes)
+        file.check(buffer.raw().nbytes)  # it counts as it is written
         return True
 
     _SettingsPickler(file, is_copied).dump(value)
@@ -358,6 +358,10 @@ class _Limited:
         return size
 
     def count(self, size: int) -> None:
+        self.check(size)
         self._total += size
-        if self._total > self._max_bytes:
+
+    def check(self, size: int) -> None:
+        """Refuse what would not fit, before it is copied."""
+        if self._total + size > self._max_bytes:
             raise TooLargeError(f"larger than {self._max_bytes / 2**20:,.0f} MiB")

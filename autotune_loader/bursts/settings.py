@@ -81,8 +81,8 @@ class Settings:
 
     @classmethod
     def read(cls, workload: Workload) -> Settings:
-        functions = {f"{owner}.{name}": (owner, name, own) for owner, name, own in read_patches(workload)}
-        functions |= {f"{owner}[{key!r}]": (owner, key, own) for owner, key, own in read_entries()}
+        functions = {f"{_dotted(owner)}.{name}": (owner, name, own) for owner, name, own in read_patches(workload)}
+        functions |= {f"{_dotted(owner)}[{key!r}]": (owner, key, own) for owner, key, own in read_entries()}
         return cls(
             argv=list(sys.argv),
             start_method=multiprocessing.get_start_method(allow_none=True),
@@ -110,7 +110,8 @@ class Settings:
                 present = _members(owner).get(key)
                 if type(present) is not type(value) or present != value:
                     _put(owner, key, value)
-                    changed += [f"{name}.{key}={reprlib.repr(value)}"] if is_users(name.partition(":")[0]) else []
+                    if is_users(name.partition(":")[0]):
+                        changed.append(f"{_dotted(name)}.{key}={reprlib.repr(value)}")
         for places, data in self.objects:
             places = [(name, key) for name, key in places if name in sys.modules and name not in but]
             names = [f"{name}.{key}" for name, key in places]
@@ -131,8 +132,11 @@ class Settings:
                 told[f"{words} functions that this process {verb}"] = [
                     place for place, is_put in put.items() if is_put is has and place.endswith("]") is is_entry
                 ]
-        listed = {words: _listed([name.replace(":", ".") for name in names]) for words, names in told.items() if names}
-        return [f"The trials run {words}: {names}." for words, names in listed.items()]
+        return [f"The trials run {words}: {_listed(names)}." for words, names in told.items() if names]
+
+
+def _dotted(place: str) -> str:
+    return place.replace(":", ".")
 
 
 def _listed(names: list[str]) -> str:

@@ -12,6 +12,7 @@ import torch
 from autotune_loader.bursts import settings
 from autotune_loader.bursts.settings import (
     MOST_BYTES,
+    MOST_ITEMS,
     Settings,
     read_entries,
     read_torch,
@@ -199,10 +200,51 @@ def test_objects_and_classes_are_changed_in_place(module, lock):
     assert without == WITHOUT.format(not_sent)
 
 
+def test_a_fresh_module_is_made_alike(module, lock):
+    def told(*names):
+        return ", ".join(f"settings_of_a_job.{name}" for name in names)
+
+    vars(module).update(ROOT="s3://data", limit=3, names=["a", "b"], table={"x": 1, "y": 2})
+    for each in (module.space, module.held, module.slots):
+        each.SIZE = 2
+    del module.held.names
+    dict.update(module.frozen, SIZE=2)
+    module.ordered["SIZE"], module.Config.Inner.SIZE, module.attributes.lock = 2, 3, lock
+    script = script_of("def rows(self): return 12\ndef locked(self): return lock", lock=lock)
+    module.Rows.__len__, module.Rows.locked = script.rows, script.locked
+    read = Settings.read(workload(module.Rows()))
+    del sys.modules["settings_of_a_job"]
+    import settings_of_a_job as fresh
+
+    names, table = fresh.names, fresh.table
+    values, without, put, not_put = read.set_modules()
+    plain = "ROOT='s3://data'", "limit=3", "names=['a', 'b']", "table={'x': 1, 'y': 2}"
+    first = told(*plain, "Config.Inner.SIZE=3", "frozen")
+    assert values == WITH.format(f"values that this process set in modules: {first} and 4 more.")
+    not_known = f"what this process may have set in: {told('attributes')}."
+    assert without == WITHOUT.format(not_known)
+    replaced = "functions that this process replaced: {}."
+    assert put == WITH.format(replaced.format(told("Rows.__len__")))
+    assert not_put == WITHOUT.format(replaced.format(told("Rows.locked")))
+    # THEN what others may have imported has changed
+    assert names == fresh.names == ["a", "b"]
+    assert table == fresh.table == {"x": 1, "y": 2}
+    _, frozen, space, held, ordered = fresh.kept()
+    assert frozen["SIZE"] == ordered["SIZE"] == space.SIZE == fresh.slots.SIZE == 2
+    assert vars(held) == {"SIZE": 2}
+    assert fresh.Config.Inner.SIZE == 3
+    assert len(fresh.Rows()) == 12
+    # AND nothing is set twice, nor in what shall stay
+    assert read.set_modules() == [without, put, not_put]
+    fresh.limit = 10
+    assert read.set_modules(but=["settings_of_a_job"]) == []
+    assert fresh.limit == 10
+
+
 def carried(module):
-    """Names of the objects of a module that would travel, with something in their pickle."""
+    """Names of the objects of a module that would travel, and whether they can."""
     found = Settings.read(workload(module.Rows())).objects
-    return {key for places, data in found if data for _, key in places}
+    return {key: bool(data) for places, data in found for _, key in places}
 
 
 def test_what_is_large_or_cannot_travel_stays(module, monkeypatch, lock):
@@ -214,10 +256,10 @@ def test_what_is_large_or_cannot_travel_stays(module, monkeypatch, lock):
 
     monkeypatch.setitem(sys.modules, "lazy_module", Raising())
     module.lazy, module.lock, module.big = Raising(), lock, [torch.zeros(MOST_BYTES)]
-    module.table, module.file = {"lock": lock}, sys.stdout
-    names = carried(module)
-    assert {"attributes", "space", "slots", "random"} <= names
-    assert not names & {"lazy", "lock", "big", "table", "file"}
+    module.table, module.file, module.held.lock = {"lock": lock}, sys.stdout, lock
+    module.space.lock = module.attributes.lock = lock  # of these it is told, as they are settings
+    travel = ("frozen", "slots", "ordered", "random", "nested", "functions")
+    assert carried(module) == dict.fromkeys(travel, True) | {"space": False, "attributes": False}
 
 
 class Client:
@@ -236,7 +278,7 @@ def test_live_objects_are_neither_pickled_nor_changed(module, tmp_path):
     with (tmp_path / "lines").open() as lines:
         objects = {"client": client, "lines": lines, "rows": rows, "inner": [client]}
         vars(module).update(objects)
-        assert not carried(module) & {*objects}
+        assert not carried(module).keys() & {*objects}
         assert lines.tell() == 0
     assert next(rows) == 0
     assert client.connection == "open"
@@ -266,16 +308,27 @@ def library(tmp_path, monkeypatch):
     del sys.modules["a_registry"]
 
 
+def test_what_is_registered_with_a_library_is_found(module, library):
+    script = script_of("def rows(): return 12\nclass Kind: pass")
+    own = {"rows": script.rows, "pair": (script.rows, None), "kind": script.Kind}
+    library.registry.update(own, built_in=len, pairs=(len, 1), none=None)
+    library.MODELS._entries.update(dict.fromkeys(range(MOST_ITEMS - 1)), kind=script.Kind)
+    places = {(place, key) for place, key, _ in read_entries() if place.startswith("a_registry")}
+    registry = {("a_registry:registry", key) for key in own}
+    assert places == registry | {("a_registry:MODELS._entries", "kind")}
+    # AND a larger table is left alone
+    library.MODELS._entries["one more"] = script.Kind
+    assert {place for place, *_ in read_entries() if place.startswith("a_")} == {
+        "a_registry:registry"
+    }
+
+
 @pytest.mark.process
 def test_what_is_registered_with_a_library_arrives(module, library, lock):
     code = "def rows(): return 12\nclass Kind: pass\ndef locked(): return lock"
     script = script_of(code, lock=lock)
-    library.registry.update(rows=script.rows, pair=(script.rows, None), built_in=len)
+    library.registry.update(rows=script.rows, pair=(script.rows, None))
     library.MODELS._entries["kind"] = script.Kind
-    places = {(place, key) for place, key, _ in read_entries() if place.startswith("a_registry")}
-    registry = {("a_registry:registry", "rows"), ("a_registry:registry", "pair")}
-    assert places == registry | {("a_registry:MODELS._entries", "kind")}
-    del library.registry["built_in"]
 
     def step(model, batch):
         import a_registry
@@ -372,7 +425,7 @@ def test_what_a_fresh_process_lacks_runs_forked(module, lock):
 
 def test_a_module_without_use_stays_out(module, tmp_path, monkeypatch):
     # GIVEN a module of the script's with an object whose pickle imports it
-    code = "class Config: pass\nconfig = {'a': Config()}\n"
+    code = "class Config: pass\nconfig, LIMIT = {'a': Config()}, 1\n"
     (tmp_path / "unused_by_a_job.py").write_text(code)
     monkeypatch.setattr(settings, "is_users", lambda name: name == "unused_by_a_job")
     import unused_by_a_job

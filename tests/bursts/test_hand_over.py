@@ -3,6 +3,7 @@ dataset runs or moves on."""
 
 import threading
 from collections import OrderedDict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -88,24 +89,38 @@ def test_copies_of_the_first_batch_reach_the_step(made, method, tmp_path):
 
 
 def with_a_lock(samples):
-    return {"lock": threading.Lock(), "x": torch.stack(samples)}
+    return {"text": "a" * (1 << 17), "lock": threading.Lock(), "x": torch.stack(samples)}
 
 
-@pytest.mark.parametrize(("collate", "kind", "workers"), [
-    (torch.stack, "crashed", [2]), (with_a_lock, "pickling", []),
+ALONE, OWN = "no model: the DataLoader alone", "train_step(model, batch)"
+
+
+@pytest.mark.parametrize(("collate", "train_step", "kind", "workers", "phases", "says"), [
+    (torch.stack, None, "crashed", [2], ["first_batch", "step"], ALONE),
+    (with_a_lock, lambda *_: 0, "pickling", [], ["first_batch", "first_batch", "step"], OWN),
 ])  # fmt: skip
-def test_handing_over_moves_and_ends_nothing(collate, kind, workers, monkeypatch):
+def test_handing_over_moves_and_ends_nothing(
+    collate, train_step, kind, workers, phases, says, monkeypatch
+):
     """Reading goes on where it was, and a batch that no worker could send is no end of the run."""
-    made, failure = [], Failure(kind="crashed", phase="batches", message="")
+    made, said, failure = [], [], Failure(kind="crashed", phase="batches", message="")
     run = SimpleNamespace(measured=lambda make_loader: made.append(make_loader()) or failure)
     monkeypatch.setattr(bench, "LoopRun", lambda *_: run)
     rows = Made(lambda index: torch.zeros(3), 4096)
     data = DataSide.from_dataset(rows, batch_size=4, collate_fn=collate)
-    own = bench.Bench(data, TrainingSide, lambda: data, lambda message: None, 1, Allowance())
+    monkeypatch.setattr(bench, "lock_pages", lambda *_: pytest.fail("of the CPU none are locked"))
+    side = TrainingSide(train_step=train_step)
+    own = bench.Bench(data, lambda: side, lambda: data, said.append, 1, Allowance())
     message, (begun, *rest) = own.look()
     place = begun + 1, *rest  # of another process
     assert 0 < message.ready.first_fetch_s < 60
-    assert own.prepare(message.ready).ready is not None
+    # GIVEN a step in another process than that which has seen the batch
+    own._first = None
+    words = {"step": says, "default_threads": torch.get_num_threads()}
+    assert own.prepare(message.ready).ready == replace(message.ready, **words)
+    assert [each.phase for each in said] == phases  # a batch that cannot be sent is read once more
+    name = "the step" if train_step is None else "train_step"
+    assert own.step_writes("a.pt", OSError()).message.startswith(f"{name} writes a.pt, but trials")
     message, after = own.run(Request(what="hand_over", plan=QUICK, config=TWO_WORKERS), place)
     assert message.failure.kind == kind
     assert not message.ends_run

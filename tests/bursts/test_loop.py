@@ -1,6 +1,7 @@
 """The loop of a burst: the times of its host and its device, what it takes of the machine, and the
 end of its workers."""
 
+import contextlib
 import os
 import threading
 import time
@@ -19,13 +20,15 @@ from autotune_loader.bursts.packing import read_archive, write_archive
 from autotune_loader.bursts.protocol import Allowance, Request
 from autotune_loader.bursts.step import TrainingStep
 from autotune_loader.machine.kernel import memfd
+from autotune_loader.machine.limits import SharedMemory
 from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.machine.processes import TreeUse
 from autotune_loader.pipeline.equal import is_equal
+from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.throughput import is_enough
-from autotune_loader.pipeline.tracing import Handed, Stamp
-from autotune_loader.pipeline.workload import TrainingSide
-from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig
+from autotune_loader.pipeline.tracing import Handed, Stamp, make_traced_loader
+from autotune_loader.pipeline.workload import DataSide, TrainingSide
+from autotune_loader.values import MAIN_PROCESS, BurstPlan, LoaderConfig, MemoryUse
 from tests.support import FakeClock
 from tests.support.bursts import TWO_WORKERS, Made, measured, opened, workload
 from tests.support.device import Device
@@ -90,6 +93,10 @@ class Batches:
             yield Handed(Stamp(), "batch", Stamp(), fetch)
 
 
+class Nothing(list):
+    num_workers = 0
+
+
 def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=None):
     """The host spends `host_s` on handing a step over, and the device `step_s` on doing it."""
     clock = clock or FakeClock()
@@ -113,19 +120,61 @@ def run_of(fetch_s, step_s, copy_s=0.0, ahead=0, host_s=0.001, workers=1, clock=
     return run.measurement(), timeline
 
 
-def test_a_window_ends_in_time(monkeypatch):
+@pytest.mark.parametrize(
+    ("workers", "asked_at"), [(0, (7, 105)), (1, (7, 105)), (4, (7, 8, 12, 105))]
+)
+def test_a_window_ends_in_time(workers, asked_at, monkeypatch):
     # GIVEN looks at the rate that take 10 ms each, so that the next one would wait for 4 s
     def asked(*args, **kwargs):
         clock.sleep(0.01)
-        asks.append(1)
+        asks.append(kwargs["delivered"])
+        assert kwargs["run"] == 0  # no reading tells of any
         return is_enough(*args, **kwargs)
 
     clock, asks = FakeClock(), []
     monkeypatch.setattr(loop, "is_enough", asked)
-    found, _ = run_of(0.001, 0.01, clock=clock)
+    found, _ = run_of(0.001, 0.01, workers=workers, clock=clock)
     # THEN it is no longer than planned
     assert found.window_s < PLAN.max_s + 0.1
-    assert len(asks) <= 6  # in the first rounds, and at its end
+    assert asks == [*asked_at]  # in the first rounds, and at its end
+    assert len(found.traces) == asked_at[-1]
+
+
+def test_on_the_cpu_the_hosts_times_count(monkeypatch):
+    def close(window, workers, nursery):
+        asked.append((workers, nursery))
+        return {}
+
+    clock, phases, told, asked = FakeClock(), [], [], []
+    monkeypatch.setattr(Window, "close", close)
+    home = SimpleNamespace(pids=[WORKER])
+    step = SimpleNamespace(run=lambda batch: clock.sleep(0.008))
+    config = LoaderConfig(num_workers=0)
+    request = Request(what="burst", plan=PLAN, config=config, reads_pss=False)
+    run = LoopRun(request, step, None, phases.append, lambda *what: told.append(what), home)
+    run.now = clock
+    found = run.measured(lambda: Batches(clock, 0.002, 0))
+    assert phases == ["start", "first_batch", "batches", "shutdown"]
+    assert found.samples_per_s.value == pytest.approx(4 / 0.010)
+    assert found.step_s == pytest.approx(0.008)
+    assert found.wait_share == pytest.approx(0.2)
+    assert found.gpu_busy_share is found.stages is None
+    assert asked == [([], [WORKER])]
+    # AND without a batch it says so
+    none = LoopRun(request, step, None, phases.append).measured(Nothing)
+    assert (none.kind, none.phase) == ("no_data", "first_batch")
+    assert told == []
+
+
+def test_a_batch_that_failed_is_forgotten():
+    """Else the next one would have begun with it."""
+    data = DataSide.from_dataset(Made(lambda key: 1 // left.pop()), batch_size=1)
+    left, begun = [1, 0], []
+    for error in (ZeroDivisionError, None):
+        with pytest.raises(error) if error else contextlib.nullcontext(), OpenLoader() as own:
+            begun.append(time.monotonic())
+            handed = next(own.open(make_traced_loader(data, LoaderConfig(), Reading(data))))
+    assert handed.fetch[1] > begun[1]
 
 
 def test_an_error_is_told_with_its_phase():
@@ -218,6 +267,7 @@ def test_the_step_is_warm_when_settled(seconds, steps, monkeypatch):
     step = TrainingStep(lambda batch: timeline.launch(next(left)), "a step", torch.device("cpu"))
     bench.warm_up(step, torch.ones(1), timeline)
     assert len(list(left)) == len(seconds) - steps
+    assert timeline.events == ["open"] + ["synchronize"] * steps
 
 
 @pytest.mark.parametrize(("allowed", "most_workers", "pinning_s", "blocks"), [
@@ -245,10 +295,13 @@ def test_pages_are_locked_for_a_loops_batches(
 
 def test_what_cannot_be_pinned_is_no_trouble(monkeypatch):
     monkeypatch.setattr(bench, "pin_memory", None)
-    bench.lock_pages([torch.zeros(3)], Allowance(4), None)
+    for batch in ([torch.zeros(3)], "no tensor"):
+        bench.lock_pages(batch, Allowance(4, 1000), None)
 
 
-WORKER, LATE = 7, 8
+WORKER, LATE, APART = 7, 8, 9
+HOME = ([WORKER], [LATE])
+"""Its workers, and the nursery with its root."""
 
 
 class Machine:
@@ -257,11 +310,21 @@ class Machine:
 
     def __init__(self, monkeypatch):
         self.walks = 0
-        for name in ("time", "tree", "tree_use", "host_busy_s"):
+        for name in ("time", "tree", "tree_use", "tree_pss", "host_busy_s", "shared_memory"):
             monkeypatch.setattr(loop, name, getattr(self, name))
+        monkeypatch.setattr(
+            loop, "without_nursery", lambda *pids: (2, 30) if pids == HOME else None
+        )
+        monkeypatch.setattr(loop, "borrowed_bytes", lambda pids: 400 * len(pids))
 
-    def at(self, now, busy_s, uses):
-        self.now, self.busy_s, self.uses = now, busy_s, uses
+    def at(self, now, busy_s, uses, free_bytes=1000):
+        self.now, self.busy_s, self.uses, self.free_bytes = now, busy_s, uses, free_bytes
+
+    def tree_pss(self, members):
+        return len(members)
+
+    def shared_memory(self):
+        return SharedMemory(self.free_bytes, 9000)
 
     @property
     def time(self):
@@ -285,7 +348,7 @@ def test_shares_and_bytes_are_the_windows_alone(monkeypatch):
     # machine is busy for 5 s
     machine = Machine(monkeypatch)
     machine.at(1.0, 4.0, {1: (1.0, 50), WORKER: (3.0, 20)})
-    watched, silent = (Window(2, reads_pss=reads_pss) for reads_pss in (True, False))
+    watched, silent = (Window(2, [APART], reads_pss=reads_pss) for reads_pss in (True, False))
     for each in (watched, silent):
         each.watch()
     machine.at(6.0, 10.0, {1: (4.0, 50), WORKER: (3.0, 20)})
@@ -293,18 +356,25 @@ def test_shares_and_bytes_are_the_windows_alone(monkeypatch):
     for each in (watched, silent):
         each.open()
     assert machine.walks == walks, "its beginning asks known processes only"
-    machine.at(8.0, 15.0, {1: (5.0, 50), WORKER: (4.0, 920), LATE: (1.0, 100)})
+    uses = {1: (5.0, 50), WORKER: (4.0, 920), LATE: (1.0, 100), APART: (7.0, 7)}
+    machine.at(8.0, 15.0, uses, free_bytes=300)
     # WHEN it is closed THEN the tree has had 1.5 of 2 cores, and a quarter of the CPUs was others'
     found = watched.close()
     assert found["cpu_share"] == pytest.approx(0.75)
     assert found["foreign_cpu_share"] == pytest.approx(0.25)
     assert found["read_bytes"] == 1000
     # AND memory is read only where it is asked for
-    assert found["memory"].rss_bytes == 5
+    assert found["memory"] == MemoryUse(rss_bytes=5, pss_bytes=3 + 400, shm_bytes=700)
+    cloned = watched.close(*HOME)["memory"]
+    assert cloned == MemoryUse(rss_bytes=5 + 2, pss_bytes=3 + 30 + 400, shm_bytes=700)
+    assert watched.close([], [LATE])["memory"] is None
     assert silent.close()["memory"] is None
-    # AND ticks of the host and of the tree that differ make no negative load
-    machine.at(8.0, 12.0, machine.uses)
-    assert silent.close()["foreign_cpu_share"] == 0.0
+    # AND ticks of the host and of the tree that differ make no negative load, nor do what ends
+    machine.at(8.0, 12.0, {1: (9.0, 20)}, free_bytes=1001)
+    found = watched.close()
+    assert found["foreign_cpu_share"] == 0.0
+    assert found["read_bytes"] == 0
+    assert found["memory"].shm_bytes == 0
 
 
 def rows(slow=None):

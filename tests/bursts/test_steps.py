@@ -11,7 +11,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autotune_loader.bursts.step import StepError, StepInferenceError, build_step
+from autotune_loader.bursts.step import (
+    StepError,
+    StepInferenceError,
+    build_step,
+    customary_loss,
+)
 from autotune_loader.pipeline.workload import TrainingSide
 from autotune_loader.values import Measurement, WorkloadError
 from tests.support.bursts import ALONE, QUICK, measured, opened, run, workload
@@ -54,6 +59,13 @@ def checkpointed(loss):
     return checkpoint(loss.add, 1, use_reentrant=False)
 
 
+def late(optimizer, loss):
+    """Has no loss at first."""
+    seen = vars(optimizer).setdefault("seen", [])
+    seen.append(loss)
+    return loss if len(seen) > 1 else None
+
+
 def whole(gives=True, clears=False, made_of=lambda loss: loss, **options):
     """Goes backward and steps itself, and returns its loss or nothing."""
 
@@ -80,6 +92,10 @@ def whole(gives=True, clears=False, made_of=lambda loss: loss, **options):
     (whole(retain_graph=True, clears=True), True, "", 3),
     (whole(made_of=checkpointed), True, "", 3),
     (of_a_part, True, COMPLETED, 3),
+    # a loss of nothing that is trained
+    (lambda optimizer, loss: loss.detach().requires_grad_(), True, COMPLETED, 3),
+    # the first batch says what is left to do
+    (late, True, "", 0),
 ])  # fmt: skip
 def test_a_train_step_is_completed_once(go, is_given, says, steps):
     # GIVEN a loop that goes on so once it has a loss, and perhaps gives tune() its optimizer
@@ -184,20 +200,42 @@ def test_a_customary_batch_is_trained_as_shown(model, batch, loss_fn, says):
     assert not all(map(torch.equal, model.parameters(), before))
 
 
-@pytest.mark.parametrize(("model", "loss_fn", "batch"), [
-    (plain(), None, object()),
-    (plain(), None, (X, X, Y)),
-    (nn.Bilinear(IN, IN, CLASSES), nn.CrossEntropyLoss(), (X, Y)),
-    (nn.Linear(IN, IN), nn.MSELoss(), X),  # an autoencoder's, or of the output alone
-    (Model(with_loss), nn.CrossEntropyLoss(), NAMED),
-    (plain(), None, (X, torch.rand(N, 7))),
-    (OutputOnly(lambda out: {"a": out, "b": out}), None, (X, Y)),
-    (nn.Linear(9, 2), None, (X, Y)),
+SHAPES = "mat1 and mat2 shapes cannot be multiplied (6x4 and 9x2)"
+
+
+def test_classes_are_the_second_dimension():
+    answer, target = torch.rand(2, 3, 3), torch.randint(3, (2, 3))
+    assert customary_loss(answer, target)[1] == functional.cross_entropy(answer, target)
+
+
+@pytest.mark.parametrize(("model", "loss_fn", "batch", "says"), [
+    (plain(), None, object(), "The step for a batch of type object cannot be inferred"),
+    (plain(), None, (X, X, Y), "The step for a tuple of 3: tensor [6, 4], tensor [6, 4], tensor [6]"
+        " cannot be inferred"),
+    (nn.Bilinear(IN, IN, CLASSES), nn.CrossEntropyLoss(), (X, Y),
+        "Inferred step CrossEntropyLoss(model(x), y) failed on a tuple of 2: tensor [6, 4], tensor"
+        " [6]: TypeError: Bilinear.forward() missing 1 required positional argument: 'input2'"),
+    # an autoencoder's, or of the output alone
+    (nn.Linear(IN, IN), nn.MSELoss(), X, "The step for a tensor [6, 4] cannot be inferred"),
+    (Model(with_loss), nn.CrossEntropyLoss(), NAMED,
+        "The step for a dict with keys inputs, labels cannot be inferred"),
+    (Model(lambda logits, loss: logits), None, NAMED,
+        "The model returns no loss, and its loss cannot be inferred from the batch"),
+    (plain(), None, (X, torch.rand(N, 7)),
+        "The loss of an output of shape [6, 3] and a tensor of shape [6, 7] cannot be inferred"),
+    (plain(), None, (X, ["a"] * N),
+        "The loss of an output of shape [6, 3] and list cannot be inferred"),
+    (OutputOnly(lambda out: {"a": out, "b": out}), None, (X, Y),
+        "The loss cannot be inferred from the model's output"),
+    (nn.Linear(9, 2), None, (X, Y), "Inferred step loss(model(x), y) failed on a tuple of 2: "
+        f"tensor [6, 4], tensor [6]: RuntimeError: {SHAPES}"),
 ])  # fmt: skip
-def test_what_is_not_customary_is_asked_for(model, loss_fn, batch):
-    asks = r"^[^\n]*pass train_step=lambda model, batch: \.\.\.[^\n]*$"  # in one sentence
-    with pytest.raises(StepInferenceError, match=asks):
+def test_what_is_not_customary_is_asked_for(model, loss_fn, batch, says):
+    with pytest.raises(StepInferenceError) as caught:
         trained(batch, model=model, loss_fn=loss_fn)
+    mark = ";" if "failed" in says else ":"
+    asks = "pass train_step=lambda model, batch: ..., which returns the loss"
+    assert str(caught.value) == f"{says}{mark} {asks}"
 
 
 @pytest.mark.parametrize(("act", "raised"), [
@@ -215,14 +253,54 @@ def test_a_train_step_moves_its_batch_itself():
     side = TrainingSide(train_step=lambda model, batch: seen.append(batch), device="meta")
     build_step(side, X).run(X)
     assert seen[0] is X
-    # AND another step does not
-    moved = build_step(TrainingSide(model=plain(), device="meta"), (X, Y)).move((X, Y))
-    assert moved[0].device.type == "meta"
+    # AND another step does not, nor its model, but where its library has put it somewhere
+    for spread in ({}, {"hf_device_map": {}}):
+        model = plain().eval()
+        vars(model).update(spread)
+        moved = build_step(TrainingSide(model=model, device="meta"), (X, Y)).move((X, Y))
+        assert moved[0].device.type == "meta"
+        assert model.weight.device.type == ("cpu" if spread else "meta")
+        assert model.training
+    # AND what is frozen in a model that trains stays as it is
+    model = nn.Sequential(plain(), nn.Dropout().eval())
+    build_step(TrainingSide(model=model), (X, Y))
+    assert [part.training for part in model] == [True, False]
 
 
-def test_that_nothing_is_trained_is_said():
-    (note,) = trained((X, Y), model=plain().requires_grad_(False)).notes
+@pytest.mark.parametrize("model", [plain().requires_grad_(False), lambda x, y: x.mean()])
+def test_that_nothing_is_trained_is_said(model):
+    (note,) = trained((X, Y), model=model).notes
     assert "nothing is trained" in note
+
+
+def test_without_an_optimizer_weights_stay():
+    model = plain()
+    before = model.weight.detach().clone()
+    trained((X, Y), model=model)
+    assert torch.equal(model.weight, before)
+    # AND their gradients are those of one batch
+    (of_one,) = torch.autograd.grad(functional.cross_entropy(model(X), Y), [model.weight])
+    assert torch.equal(model.weight.grad, of_one)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_some_batches_make_one_step(is_scaled):
+    called = []
+    optimizer = SimpleNamespace(
+        zero_grad=lambda set_to_none: called.append("zero"), step=lambda: called.append("step")
+    )
+    step = build_step(TrainingSide(model=plain(), optimizer=optimizer), (X, Y))
+    step.accumulate = 3
+    if is_scaled:
+        step.scaler = SimpleNamespace(
+            scale=lambda loss: loss, step=lambda own: own.step(), update=lambda: called.append("up")
+        )
+    for _ in range(8):
+        step.run((X, Y))
+        called.append("|")
+    # THEN the first is a whole one, so that memory of the optimizer is there from then on
+    expected = "zero step up | zero | | step up | zero | | step up | zero |"
+    assert " ".join(called) == (expected if is_scaled else expected.replace(" up", ""))
 
 
 @pytest.mark.process

@@ -26,6 +26,7 @@ from autotune_loader.bursts.packing import (
     Packed,
     TooLargeError,
     packed,
+    pickled,
     read_archive,
     why_not_sent,
     write_archive,
@@ -311,18 +312,23 @@ def written(value, max_bytes=256 * MIB):
         return read_archive(file), os.fstat(file).st_size
 
 
+def named(tensor):
+    tensor.of_file = "a.jpg"
+    return tensor
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("held", [
     torch.zeros(0), torch.rand(30, 30).T, torch.ones(9, 9, dtype=torch.bfloat16)[::2],
     torch.nn.Parameter(torch.rand(99)), torch.rand(99, dtype=torch.complex64).conj(),
-    torch.rand(9, 9).to_sparse(),
+    torch.rand(9, 9).to_sparse(), named(torch.rand(9)),
 ])  # fmt: skip
 def test_unusual_tensors_travel(held):
     default = "cpu" if held.is_sparse else "meta"
     with torch.device(default):  # of the caller's, such as "cuda"
         back, _ = written(held)
     assert torch.equal(back.detach().to_dense(), held.detach().to_dense())
-    for name in ("dtype", "requires_grad", "layout", "__class__"):
+    for name in ("dtype", "requires_grad", "layout", "__class__", "__dict__"):
         assert getattr(back, name) == getattr(held, name)
 
 
@@ -359,6 +365,9 @@ def test_workloads_beside_each_other_share_their_data(rows, size):
             # GIVEN one that has ended by the next, as it failed
             with packed(job, None, 64 * MIB, beside) as fds:
                 files.append(list(fds))
+            for of_one in (fds[0], fds[2]):  # settings and training
+                with pytest.raises(OSError, match="descriptor"):
+                    os.fstat(of_one)
         sizes = [os.fstat(fds[1]).st_size for fds in files]
         assert sizes[0] > size > 50 * max(sizes[1:])
         # THEN each side has the files to which its own refers, and memory of its own
@@ -376,6 +385,11 @@ def test_workloads_beside_each_other_share_their_data(rows, size):
 def test_what_is_too_large_is_refused(held):
     with pytest.raises(TooLargeError, match="larger than 1 MiB"):
         written(held, MIB)
+    # AND of settings each byte counts once
+    size = len(pickled(held, 16 * MIB))
+    assert len(pickled(held, size)) == size
+    with pytest.raises(TooLargeError):
+        pickled(held, size - 1)
 
 
 @pytest.mark.process

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune_loader.pipeline import loop_log
-from autotune_loader.pipeline.loop_log import Log
+from autotune_loader.pipeline.loop_log import Log, longest_s
 from tests.support import FakeClock
 from tests.support.device import Device
 
@@ -119,6 +119,23 @@ def test_a_device_is_looked_for_ever_more_seldom(monkeypatch):
             loop.receive(now, 8, FETCH)
     # THEN a loop that begins after 80 batches counts anew
     assert looks == [1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64]
+
+
+LONGEST = [
+    # steps; in a series of these what takes longer is a pause
+    ([0.001], 0.5),
+    ([1.0, 2.0], 20.0),  # of the median
+    ([1.0, 1.5, 9.0], 30.0),
+    ([0.001] * 236 + [1.0, 2.0, 3.0, 4.0], 2.0),  # it has come three times, and once in 80 steps
+    ([0.001] * 237 + [2.0, 3.0, 4.0], 0.5),
+    ([0.001] * 76 + [1.0, 2.0, 3.0], 2.0),
+    ([0.001] * 77 + [2.0, 3.0], 0.5),
+]
+
+
+@pytest.mark.parametrize(("seconds", "longest"), LONGEST)
+def test_a_pause_is_far_from_usual_and_rare(seconds, longest):
+    assert longest_s([*reversed(seconds)]) == pytest.approx(longest)
 
 
 SECONDS = st.sampled_from([0.0, 0.001, 0.02, 0.2])  # all of them together are no pause

@@ -1,6 +1,7 @@
 """Batches on their way to a device: ahead of the loop, in order, whole, in their own containers."""
 
 import dataclasses
+import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from itertools import chain
 from types import MappingProxyType, SimpleNamespace
@@ -20,6 +21,7 @@ from autotune_loader.pipeline.batches import (
     prefetched_as_tuned,
 )
 from autotune_loader.values import LoaderConfig
+from tests.support.data import Rows
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -64,6 +66,22 @@ def test_copies_are_depth_batches_ahead():
     ]
     for batches, depth in ((0, 1), (7, 1), (7, 50)):
         assert list(prefetched(range(batches), lane, depth)) == list(range(batches))
+
+
+def test_a_batch_that_was_sent_is_let_go():
+    def make(number):
+        batch = Rows(int, number)
+        held.add(batch)
+        return batch
+
+    held, lane = weakref.WeakSet(), SimpleNamespace(send=len, receive=lambda sent: sent)
+    for _ in prefetched(map(make, range(4)), lane, 1):
+        assert not held
+
+
+def test_copies_in_a_worker_lie_in_shared_memory(monkeypatch):
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: 0)
+    assert Copies(torch.ones(2), 1).__getitems__([0]).is_shared()
 
 
 def test_on_the_cpu_none_is_read_ahead():

@@ -66,6 +66,24 @@ LOADERS = {
 }
 
 
+EPOCHS = [
+    # samples of an epoch, batches, and batches of 5
+    (LOADERS["a rank's"], 2000, 125, 400),
+    (LOADERS["batches by length"], 4000, 250, 250),
+    (LOADERS["one by one"], 4000, 4000, 800),
+    (loader(range(33)), 33, 3, 7),
+    (loader(range(33), drop_last=True), 33, 2, 6),
+    (loader(Stream(int, 8)), None, None, None),
+]
+
+
+@pytest.mark.parametrize(("data", "samples", "batches", "of_5"), EPOCHS)
+def test_an_epoch_is_as_long_as_its_sampler(data, samples, batches, of_5):
+    assert data.samples_per_epoch() == samples
+    assert data.batches_per_epoch() == batches
+    assert data.batches_per_epoch(5) == of_5
+
+
 @pytest.mark.parametrize("name", LOADERS)
 def test_bursts_read_new_samples_all_over_an_epoch(name):
     burst = Run(LOADERS[name])
@@ -255,8 +273,10 @@ def test_a_runs_seed_decides_what_a_sampler_draws():
     data = loader(batch_size=8, sampler=sampler)
     first, again, other = (Run(data, seed)(2) for seed in (0, 0, 1))
     assert first == again != other
-    burst = Run(loader(sampler=RandomSampler(ROWS, replacement=True)))
-    assert burst() != burst()
+    for draws in ({"replacement": True}, {"num_samples": 32}):
+        burst = Run(loader(sampler=RandomSampler(ROWS, **draws)))
+        assert burst.data.has_own_order
+        assert burst() != burst()
 
 
 def test_a_samplers_end_and_error_are_the_bursts():

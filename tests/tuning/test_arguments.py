@@ -29,6 +29,7 @@ from tests.support.tuned import simulated_warmup
 
 ROWS = TensorDataset(torch.zeros(10, 2))
 LOADER, HELD = DataLoader(ROWS), DataLoader(ROWS, batch_size=5)
+DEEP = SimpleNamespace(_iterables={"a": SimpleNamespace(held=HELD)})
 MINIMIZES = optuna.create_study(direction="minimize")
 
 
@@ -55,7 +56,7 @@ class ThreadLoader(DataLoader):
 T, V = TypeError, ValueError
 WRONG = [
     ([], {}, V, "data is empty"),
-    (iter([1]), {}, T, "data=.* only once"),
+    (iter([1]), {}, T, "data=.* only once.*; an IterableDataset whose __iter__ makes a new "),
     (WithoutLength(), {}, T, r"WithoutLength object .*neither a DataLoader, "),
     (Pipeline, {}, T, r"data=Pipeline is a class; data=Pipeline\(...\) would work"),
     (pd.DataFrame({"x": [1]}), {}, T, "(?s)data=.* a TensorDataset of its columns would work"),
@@ -64,7 +65,8 @@ WRONG = [
     # what holds data somewhere else
     (SimpleNamespace(get_train_dataloader=None), {}, T, r"data=.*tune_trainer\(trainer\) would"),
     (SimpleNamespace(fit_loop=None), {}, T, r"data=.*lightning.tuned\(model, .*would work"),
-    (SimpleNamespace(loaders=[LOADER, HELD]), {}, T, r"2 DataLoaders .*one at a time"),
+    (SimpleNamespace(loaders=[LOADER, HELD]), {}, T, r"2 .*\(loaders\[0\], loaders\[1\]\); one at"),
+    (SimpleNamespace(inner=DEEP), {}, T, "is neither a DataLoader, nor .* a list of samples would"),
     # data and model
     (nn.Linear(2, 2), {"model": ROWS}, T, r"data=Linear is a model.*tune\(data, model\)"),
     ([1, 2], {"model": ROWS}, T, r"model=TensorDataset holds data.*tune\(data, model\)"),
@@ -79,7 +81,7 @@ WRONG = [
     (ROWS, {"device": "meta"}, V, "device='meta' computes nothing; device='auto' would work"),
     (ROWS, {"device": "mps"}, V, r"device='mps' has no streams .*cpu.*train_step=0.05"),
     # the parts of a loader
-    (ROWS, {"batch_size": -1}, V, r"batch_size=-1 .* would work"),
+    (ROWS, {"batch_size": 0}, V, r"batch_size=0 must be an integer >= 1; batch_size=1 would work"),
     (ROWS, {"collate_fn": []}, T, r"collate_fn=\[\] is not callable"),
     (DataLoader(ROWS, sampler=iter([1])), {}, T, "^sampler=.*only once.*a list of it would work"),
     (DataLoader(ROWS, sampler=[]), {}, V, "no sample in an epoch"),
@@ -91,6 +93,7 @@ WRONG = [
     (ROWS, {"budget": None}, T, "budget=None is neither a number of seconds nor "),
     (ROWS, {"max_workers": -1}, V, "max_workers=-1 must be an integer >= 0; max_workers=1"),
     (ROWS, {"tolerance": 1}, V, "tolerance=1 must be at least 0 and below 1; tolerance=0.02"),
+    (ROWS, {"tolerance": -1e-9}, V, "tolerance=-1e-09 must be at least 0 and below 1; tolerance=0"),
     (ROWS, {"progress": "on"}, T, "progress='on' is not a bool; progress=False would work"),
     (ROWS, {"allow": ("in-order",)}, V, "allow='in_order' would work"),
     (ROWS, {"allow": 3}, T, r"allow=3 is not a collection of names; allow=\('in_order',\)"),
@@ -122,6 +125,7 @@ def test_tune_has_the_arguments_that_are_promised():
 def test_options_are_read_as_people_write_them():
     budgets = [TuneOptions(budget=given).budget_s for given in (60, " 60 s ", "1.5min", "5m")]
     assert budgets == [60, 60, 90, 300]
+    assert TuneOptions(tolerance=0).tolerance == 0
     assert TuneOptions(allow="in_order").allow == TuneOptions(allow={"in_order"}).allow
 
 
@@ -131,13 +135,14 @@ WRAPPED = "data=Pipeline holds a DataLoader (pipeline[0]), which was tuned: appl
 RIGHT = [
     ([1, 2, 3] * 20, {}, 32, 60, ASSUMED),
     (ROWS, {"batch_size": 16}, 16, 10, SMALL),
-    (ROWS, {"batch_size": np.int64(2)}, 2, 10, ""),
+    (ROWS, {"batch_size": np.int64(10)}, 10, 10, ""),
     (DataLoader(WithoutLength(), batch_size=2, sampler=range(4)), {}, 2, 4, ""),
     (AutoLoader(ROWS), {}, 1, 10, ""),
     (ThreadLoader(ROWS), {}, 1, 10, "ThreadLoader has its own __iter__, which the trials"),
     # a wrapper around one loader: webdataset's, Lightning's
     (Pipeline(), {}, 5, 10, WRAPPED),
-    (SimpleNamespace(_iterables={"a": HELD}), {}, 5, 10, "data=SimpleNamespace holds a DataLoader"),
+    (DEEP, {}, 5, 10, "data=SimpleNamespace holds a DataLoader (_iterables['a'].held), which was"),
+    ({"a": HELD}, {}, 5, 10, "data=dict holds a DataLoader (['a']), which was tuned"),
 ]  # fmt: skip
 
 

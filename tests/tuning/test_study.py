@@ -126,6 +126,9 @@ def test_trials_of_another_job_or_machine_are_refused(case, monkeypatch):
         monkeypatch.setattr(job, "cpu_model", lambda: "another CPU")
     if words is None:
         search_on(machine, known=known, study=study, budget_s=1.0)
+        study = open_study()
+        for _ in range(2):  # batches whose size nobody knows
+            search_on(machine, known={"batch_bytes": 0}, study=study, budget_s=1.0)
         return
     with pytest.raises(ValueError, match=f"{words}.*; a separate study for each job would work"):
         search_on(machine, known=known, study=study)
@@ -397,7 +400,7 @@ SHAPE = simulated_trials(SimulatedMachine(), TWO)[0].measurement
 SHAPE = replace(SHAPE, traces=(), samples=0, step_s=0.0, service_s=0.0)
 
 
-def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0):
+def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0, also=(TWO,)):
     """A search whose bursts gave the user's own configuration and another one these rates."""
     trials = []
     for number, rates in [(None, searched), *enumerate(rounds)]:
@@ -405,7 +408,7 @@ def a_search(rounds, ended, *, searched=(1.0, 1.0), foreign=0.0):
             told = Interval(value=rate or 0.0, low=rate or 0.0, high=rate or 0.0, count=9)
             measured = replace(SHAPE, samples_per_s=told, foreign_cpu_share=foreign)
             trials += [Trial.of(len(trials), config, measured, round=number)] if rate else []
-    belief = Belief(Space(max_workers=0, also=(TWO,)), Context(usable_cores=2), trials)
+    belief = Belief(Space(max_workers=0, also=also), Context(usable_cores=2), trials)
     run = SimpleNamespace(tolerance=0.02, baseline=NONE)
     return SimpleNamespace(trials=trials, belief=belief, run=run, ended=ended)
 
@@ -425,6 +428,8 @@ CHOICES = [
     (a_search([(100, 101)], NO_TIME, searched=(100, 99)), Undecided.FEW_ROUNDS, NONE),
     (a_search([], NO_TIME, searched=(100, 101)), Undecided.NO_ROUNDS, NONE),
     (a_search([], NO_TIME, searched=(100, None)), Undecided.ONE_TRIED, NONE),
+    # others are busy, but there is nothing to choose from
+    (a_search([(9, None)] * 2, SAFE, searched=(9, None), foreign=0.5, also=()), None, NONE),
     # interrupted: the best so far, and nothing that never ran, whatever is believed of it
     (a_search([], Ended.INTERRUPTED, searched=(100, 400)), None, TWO),
     (a_search([], Ended.INTERRUPTED, searched=(100, None)), None, NONE),

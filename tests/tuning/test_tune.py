@@ -1,6 +1,7 @@
 """`tune()` and `compare()` from call to file or answer, on simulated machines."""
 
 import itertools
+import re
 from collections import Counter
 from dataclasses import replace
 from unittest.mock import Mock
@@ -154,10 +155,14 @@ def test_an_unwritable_output_is_refused_at_once(tmp_path, monkeypatch):
         tune(ROWS, batch_size=8, output="loader.json")
 
 
-def test_a_disk_that_fills_up_costs_a_warning(tmp_path, monkeypatch):
+def test_a_disk_that_fills_up_costs_a_warning(tmp_path, monkeypatch, capsys):
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(TuningResult, "save", full)
-    result = tuned(monkeypatch, output=tmp_path / "x.json", budget=2)
+    result = tuned(monkeypatch, output=tmp_path / "x.json", budget=2, progress=True)
+    # THEN what begins is told before, with the step that is timed
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first.endswith(f"starting on {result.machine.usable_cores} usable cores")
+    assert re.search(rf"step: {re.escape(result.step)}; up to \d+ workers$", second)
     assert Caution.NOT_WRITTEN.said_by(result.warnings[-1])
     assert result.rate is not None
 
