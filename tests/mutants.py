@@ -172,7 +172,10 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self.name:
             return None
-        return importlib.util.spec_from_file_location(name, self.mutant.path, loader=self)
+        found = importlib.util.spec_from_file_location(name, self.mutant.path, loader=self)
+        if found and self.mutant.path.name == "__init__.py":
+            found.submodule_search_locations = [str(self.mutant.path.parent)]
+        return found
 
     def exec_module(self, module: types.ModuleType) -> None:
         exec(compile(self.mutant.module(), str(self.mutant.path), "exec"), vars(module))

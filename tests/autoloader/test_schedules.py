@@ -244,6 +244,8 @@ class Schedule(RuleBasedStateMachine):
                 return
 
     def teardown(self) -> None:
+        if not hasattr(self, "case"):  # hypothesis has drawn none
+            return
         if self.is_equal:
             self.take()
         for side in (self.plain, self.ours):  # nothing for the garbage collector, as of forks

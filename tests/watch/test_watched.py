@@ -361,9 +361,9 @@ def test_something_is_said_within_10_s(capfd, monkeypatch):
             # WHEN 10 s have passed, and a process is forked meanwhile, which has no thread
             now = 9.99
             forked.set()
-            if os.fork() == 0:
+            if (pid := os.fork()) == 0:
                 os._exit(len(os.listdir("/proc/self/task")) - 1)  # noqa: PTH208
-            assert os.wait()[1] == 0
+            assert os.waitpid(pid, 0)[1] == 0
         while "has waited" not in "".join(said) and time.monotonic() - begun < 5:
             time.sleep(0.01)
             said.append(capfd.readouterr().err)
