@@ -422,6 +422,8 @@ def test_what_the_first_batch_tells_is_exact(
     clock, left, rows = FakeClock(1000.0), [more_s], Timed(sample)
     for module in (bench, tracing):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    # Other processes may write to files of the test runner's.
+    monkeypatch.setattr(bench, "descriptors", lambda first: [file.fileno()])
     parts = {"batch_size": 4, "multiprocessing_context": "fork", **parts}
     rows.index = handle if parts.pop("index", False) else None
     side = DataSide.from_dataset(rows, **parts)
