@@ -45,6 +45,7 @@ from autotune_loader.machine.elsewhere import (
     cut_channels,
     die_with_parent,
     leave_fork_server,
+    name_semaphores,
     own_files,
     own_shared_memory,
 )
@@ -180,6 +181,7 @@ def serve(connection: Connection, make_bench: Callable[[], Bench], notes: list[s
     Each burst without workers runs in a fork of its own where `in_forks`.
     """
     leave_segments()
+    name_semaphores(tempfile.gettempdir())  # scratch
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited where it is ignored, and then no child can be waited for
     threads, begun = torch.get_num_threads(), psutil.Process().create_time()
     torch.set_num_threads(1)  # no fork has the threads of a parallel region

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -35,7 +34,7 @@ from autotune_loader.bursts.files import environment, link_temporary_files
 from autotune_loader.bursts.packing import NotSentError, Packed, packed, part_at_fault, why_not_sent
 from autotune_loader.bursts.protocol import Allowance, Message, Request, WarmupReport, receive, send
 from autotune_loader.bursts.settings import Settings
-from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, scratch_root
+from autotune_loader.machine.elsewhere import FIRST_OWN_FD, ended_with_us, remove, scratch_root
 from autotune_loader.machine.facts import Machine, start_method
 from autotune_loader.machine.kernel import pidfd
 from autotune_loader.machine.processes import memory_guarded
@@ -292,7 +291,7 @@ class _Child:
             root = scratch_root()
             self._output: IO[bytes] = held.enter_context(tempfile.TemporaryFile(dir=root))
             self._scratch = tempfile.mkdtemp(prefix="autotune-loader-", dir=root)
-            held.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            held.callback(remove, self._scratch)
             link_temporary_files(self._scratch)
             self._process: subprocess.Popen[bytes] | psutil.Process
             if isinstance(source, Workload):

@@ -13,6 +13,7 @@ import inspect
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import struct
@@ -57,13 +58,15 @@ LONGEST_ROOT = 48
 OTHER_ROOTS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - where a system has its temporary files
 
 AFTER_US = """
-import os, shutil, signal, sys
+import glob, os, shutil, signal, sys
 os.read(0, 1)
 try:
     os.killpg(int(sys.argv[1]), signal.SIGKILL)
 except ProcessLookupError:
     pass
 shutil.rmtree(sys.argv[2], ignore_errors=True)
+for path in glob.glob(f"/dev/shm/sem.{os.path.basename(sys.argv[2])}-*"):
+    os.unlink(path)
 """
 """Its standard input ends with the process that it stands beside."""
 
@@ -312,9 +315,24 @@ def scratch_root() -> str:
     return next(usable, None) or tempfile.gettempdir()
 
 
+def name_semaphores(folder: str) -> None:
+    """Have multiprocessing name the semaphores of this process after a folder, so that `remove` finds them.
+
+    Its tracker, which would remove them, is killed with the group.
+    """
+    vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{Path(folder).name}"
+
+
+def remove(folder: str) -> None:
+    """Remove a folder, and semaphores of processes that were killed which bear its name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in Path("/dev/shm").glob(f"sem.{Path(folder).name}-*"):  # noqa: S108 - sem_overview(7)
+        path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def ended_with_us(group: int, folder: str) -> Iterator[None]:
-    """Should this process be killed within the block, another one kills a process group and removes a folder.
+    """Should this process be killed within the block, another one kills a process group and does what `remove` does.
 
     The kernel's signal (`die_with_parent`) reaches one process, not those that it has started, and it leaves files behind.
     """

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -54,13 +55,13 @@ if __name__ == "__main__":
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "job.py").write_text(RUNNING)
-    (tmp_path / "tmp").mkdir()
     return tmp_path
 
 
 @pytest.fixture
-def environ(folder):
-    return {"TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+def environ():
+    with tempfile.TemporaryDirectory() as short:  # with a long one, scratch would be elsewhere
+        yield {"TMPDIR": short, "OMP_NUM_THREADS": "1"}
 
 
 def wait_until(holds, seconds=100.0):
@@ -70,21 +71,29 @@ def wait_until(holds, seconds=100.0):
         time.sleep(0.02)
 
 
-def assert_nothing_stays(job, folder, victim):
+def semaphores_of(names):
+    return [each for name in names for each in Path("/dev/shm").glob(f"sem.{name}*")]
+
+
+def assert_nothing_stays(job, folder, scratch, victim, has_spawned=False):
     wait_until((folder / "told").exists)
     probe, *others = map(int, (folder / "processes").read_text().split())
     processes = [psutil.Process(pid) for pid in others if psutil.pid_exists(pid)]
     # GIVEN that the dataset's own program belongs to them WHEN one is killed
     assert "sleep" in [each.name() for each in processes]
+    names = [each.name for each in scratch.iterdir()]
+    assert names
+    # AND spawned workers have semaphores
+    assert semaphores_of(names) or not has_spawned
     os.kill(job.pid if victim == "parent" else probe, signal.SIGKILL)
     (folder / "stop").touch()
     job.wait(timeout=60)
 
     def are_gone():
         living = [each for each in processes if each.is_running() and each.status() != "zombie"]
-        return not living and not [*(folder / "tmp").iterdir()]
+        return not (living or [*scratch.iterdir()] or semaphores_of(names))
 
-    # THEN no process and no folder stays
+    # THEN no process, no folder and no semaphore stays
     wait_until(are_gone, 15.0)
 
 
@@ -94,7 +103,7 @@ def assert_nothing_stays(job, folder, victim):
 ])  # fmt: skip
 def test_after_kill_9_nothing_stays(kind, victim, folder, environ, preloaded):
     job = preloaded.start("job.py", kind, folder=folder, environ=environ, probes=True)
-    assert_nothing_stays(job, folder, victim)
+    assert_nothing_stays(job, folder, Path(environ["TMPDIR"]), victim, has_spawned=kind == "cloned")
 
 
 @pytest.mark.system
@@ -103,7 +112,7 @@ def test_after_kill_9_of_plain_pythons_nothing_stays(folder, environ):
     path = str(Path(__file__).resolve().parents[2])
     environ = {**os.environ, **environ, "PYTHONPATH": path}
     with subprocess.Popen([sys.executable, "job.py", "fresh"], cwd=folder, env=environ) as job:
-        assert_nothing_stays(job, folder, "parent")
+        assert_nothing_stays(job, folder, Path(environ["TMPDIR"]), "parent")
 
 
 HARD = """
