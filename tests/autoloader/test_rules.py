@@ -15,7 +15,6 @@ from autotune_loader.autoloader.outlook import Outlook, counts
 from autotune_loader.autoloader.tuner import (
     EpochEnded,
     Proposal,
-    Room,
     Switched,
     Tuner,
     _product,
@@ -59,62 +58,45 @@ def tuner(asked: int = 0, active_s: float = 0.0, earlier_s: float = 0.0, **how: 
 
 
 @pytest.mark.parametrize(
-    ("gain", "speed", "is_fewer", "verdict"),
+    ("is_fewer", "limits", "count", "speed", "verdict"),
     [
-        (about(0.9, high=0.99, count=1), about(2, low=1.9), False, False),
-        (about(0.99, high=1.0, count=1), about(1), False, None),
-        (about(1.2, low=1.01, count=2), about(1), False, True),
-        (about(1.2, low=1.01, count=1), about(1), False, None),
-        (about(1.5, low=1.01, count=1), about(1), False, None),
-        (about(1.51, low=1.01, count=1), about(1), False, True),
-        (about(1.6, low=1.0, count=2), about(1), False, None),
+        # Of a gain: low, value and high; of a speed: low and value.
+        (False, (0.5, 0.9, 0.99), 1, (1.9, 2.0), False), (False, (0.5, 0.99, 1.0), 1, (0, 1), None),
+        (False, (1.01, 1.2, 2), 2, (0, 1), True), (False, (1.01, 1.5, 2), 1, (0, 1), None),
+        (False, (1.01, 1.51, 2), 1, (0, 1), True), (False, (1.0, 1.6, 2), 2, (0, 1), None),
         # Steps that wait for others hide a gain, which the speed tells.
-        (about(1.0, count=1), about(1.6, low=1.02), False, None),
-        (about(1.0, count=2), about(1.6, low=1.02), False, True),
-        (about(0.99, count=2), about(1.6, low=1.02), False, None),
-        (about(1.0, count=3), about(1.5, low=1.02), False, None),
-        (about(1.0, count=4), about(1.5, low=1.02), False, True),
-        (about(1.0, count=4), about(1.5, low=1.01), False, None),
+        (False, (0.5, 1, 2), 1, (1.02, 1.6), None), (False, (0.5, 1, 2), 2, (1.02, 1.6), True),
+        (False, (0.5, 0.99, 2), 2, (1.02, 1.6), None), (False, (0.5, 1, 2), 3, (1.02, 1.5), None),
+        (False, (0.5, 1, 2), 4, (1.02, 1.5), True), (False, (0.5, 1, 2), 4, (1.01, 1.5), None),
         # Some day it is over.
-        (about(1.01, count=5), about(1), False, None),
-        (about(1.01, count=6), about(1), False, False),
-        (about(1.011, count=11), about(1), False, None),
-        (about(1.011, count=12), about(1), False, False),
+        (False, (0.5, 1.01, 2), 5, (0, 1), None), (False, (0.5, 1.01, 2), 6, (0, 1), False),
+        (False, (0.5, 1.011, 2), 11, (0, 1), None), (False, (0.5, 1.011, 2), 12, (0, 1), False),
         # Fewer need not be faster.
-        (about(0.9, count=1), about(1), True, None),
-        (about(0.95, count=2), about(1), True, False),
-        (about(0.96, count=2), about(1), True, None),
-        (about(0.955, count=5), about(1), True, False),
-        (about(0.99, count=5), about(1), True, None),
-        (about(0.99, count=6), about(0.99), True, True),
-        (about(0.985, count=6), about(1), True, False),
-        (about(0.99, count=6), about(0.985), True, False),
+        (True, (0.5, 0.9, 2), 1, (0, 1), None), (True, (0.5, 0.95, 2), 2, (0, 1), False),
+        (True, (0.5, 0.96, 2), 2, (0, 1), None), (True, (0.5, 0.955, 2), 5, (0, 1), False),
+        (True, (0.5, 0.99, 2), 5, (0, 1), None), (True, (0.5, 0.99, 2), 6, (0, 0.99), True),
+        (True, (0.5, 0.985, 2), 6, (0, 1), False), (True, (0.5, 0.99, 2), 6, (0, 0.985), False),
     ],
 )  # fmt: skip
 def test_pairs_say_yes_no_or_not_yet(
-    gain: Interval, speed: Interval, is_fewer: bool, verdict: bool | None
+    is_fewer: bool, limits: Any, count: int, speed: Any, verdict: bool | None
 ) -> None:
-    assert _verdict(gain, speed, is_fewer=is_fewer) is verdict
+    low, value, high = limits
+    found = _verdict(about(value, low, high, count), about(*speed[::-1]), is_fewer=is_fewer)
+    assert found is verdict
 
 
 @pytest.mark.parametrize(
     ("batch_s", "is_idle", "ratio", "expected", "what"),
     [
-        (0.1, False, 1.16, 1.16, "kept"),
-        (0.1, False, 1.14, 1.14, "paired"),
-        (0.1, True, 1.14, 1.14, "paired"),
-        (0.5, False, 1.06, 1.06, "kept"),
-        (0.5, False, 1.04, 1.04, "paired"),
-        (0.5, True, 0.99, 1.0, "kept"),
-        (0.5, True, 0.98, 1.0, "paired"),
-        (0.1, False, 0.98, 1.2, "paired"),
+        (0.1, False, 1.16, 1.16, "kept"), (0.1, False, 1.14, 1.14, "paired"),
+        (0.1, True, 1.14, 1.14, "paired"), (0.5, False, 1.06, 1.06, "kept"),
+        (0.5, False, 1.04, 1.04, "paired"), (0.5, True, 0.99, 1.0, "kept"),
+        (0.5, True, 0.98, 1.0, "paired"), (0.1, False, 0.98, 1.2, "paired"),
         (0.1, False, 0.96, 1.2, "left"),
         # What is far from what was predicted is not believed at once.
-        (0.1, False, 1.2, 1.31, "kept"),
-        (0.1, False, 1.2, 1.4, "paired"),
-        (0.1, False, 1.5, 1.2, "kept"),
-        (0.1, False, 2.0, 1.1, "kept"),
-        (0.1, False, 1.3, 1.0, "paired"),
+        (0.1, False, 1.2, 1.31, "kept"), (0.1, False, 1.2, 1.4, "paired"),
+        (0.1, False, 2.0, 1.1, "kept"), (0.1, False, 1.3, 1.0, "paired"),
     ],
 )  # fmt: skip
 def test_pairs_are_for_what_is_not_clear(
@@ -133,6 +115,11 @@ def test_pairs_are_for_what_is_not_clear(
         after = None
     assert (after == Measure(config)) == (what == "paired")
     assert (tuned.best == config) == (what == "kept")
+    if what != "paired":  # the next look for more, or fewer, is later
+        assert tuned._fewer_at == (70.0 if is_idle else 0.0)
+        assert tuned._up_at == (0.0 if is_idle else 45.0)
+        assert (tuned._fewer_s, tuned._up_s) == ((60.0, 5.0) if is_idle else (30.0, 10.0))
+        assert tuned._known_wait == (0.0 if is_idle else 0.5)
     assert tuned.own_s == pytest.approx(max(0.0, 12 * batch_s / ratio - 12 * batch_s))
     if what == "kept":
         surprise = max(ratio / expected, expected / ratio)
@@ -141,9 +128,8 @@ def test_pairs_are_for_what_is_not_clear(
 
 
 def outlook(configs: list[LoaderConfig], step_s: float, extra_s: float, size: int = 0) -> Any:
-    return Outlook(
-        configs, [reached(of(0))], cores=4, step_s=step_s, extra_s=lambda _: extra_s, batch_bytes=size
-    )  # fmt: skip
+    how: Any = {"extra_s": lambda _: extra_s, "batch_bytes": size}
+    return Outlook(configs, [reached(of(0))], cores=4, step_s=step_s, **how)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +149,6 @@ def test_cheapest_has_fewest_workers_then_a_cheap_queue(
 ) -> None:
     configs = [of(0), of(1, 2), of(1, 8), of(2, 2)]
     found = outlook(configs, 0.02, 0.0, int(mib * (1 << 20)))
-    assert found.configs == configs
     found._losses = np.array(losses)
     assert configs[found.cheapest(range(4))] == cheapest
 
@@ -172,6 +157,8 @@ def test_what_is_expected_has_step_and_extra_seconds() -> None:
     def rates(step_s: float, extra_s: float) -> Any:
         return outlook([of(0), of(8)], step_s, extra_s).rates
 
+    configs = [of(16), of(1), of(8), of(32)]
+    assert outlook(configs, 0.02, 0.0).configs == configs[:-1]  # of no use, unless it is the best
     assert rates(0.0, 0.0) == pytest.approx(rates(0.02, 0.0))  # that which was seen beside batches
     assert rates(0.01, 0.0)[1] == pytest.approx(2 * rates(0.0, 0.0)[1], rel=0.1)
     assert 8 / rates(0.0, 0.02) - 8 / rates(0.0, 0.0) == pytest.approx([0.02, 0.02], rel=0.05)
@@ -240,46 +227,42 @@ def test_gains_on_the_way_are_multiplied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "stuck", "seconds", "left"),
+    ("asked", "how", "killed", "stuck", "seconds", "started", "left"),
     [
-        (2, 1, 2.30, 11),
-        (2, 3, 3.95, 11),
-        (2, 1000, 5.27, 0),  # the loop goes on alone
-        (3, 1000, 20.0, 0),
-        (40, 1, 2.35, 11),
-        (40, 3, 3.49, 0),
+        (0, {}, {}, range(2, 3), 2.292, 10, 10),  # the first two are what the loop has made, too
+        (0, {}, {}, range(2, 5), 4.023, 12, 10),
+        (0, {}, {}, range(2, 1000), 5.263, 10, 0),  # the loop goes on alone
+        (0, {}, {}, range(3, 1000), 19.49, 11, 0),
+        (0, {}, {}, range(40, 43), 3.387, 11, 0),
+        (0, {}, {21: [0]}, range(0), 1.850, 11, 10),
+        (0, {}, {21: [0, 1], 22: [0, 1]}, range(0), 4.242, 12, 0),
+        (0, {}, {30: [0]}, range(0), 2.106, 11, 10),
+        (0, {}, {30: [0, 1, 2, 3]}, range(0), 3.80, 12, 0),
+        (2, {}, {5: [0]}, range(0), 1.445, 11, 10),
+        (2, {}, {5: [0, 1], 6: [0, 1]}, range(0), 1.391, 14, 10),
+        (2, {}, {70: [0]}, range(0), 1.639, 11, 2),
+        (2, {"persistent_workers": True}, {40: [1]}, range(0), 3.095, 11, 2),
+        (2, {"tune": False}, {}, range(1, 2), 1001.9, 2, 2),  # who was asked for may take long
     ],
-)
-def test_stuck_workers_cost_seconds_and_no_batch(
-    after: int, stuck: int, seconds: float, left: int
+)  # fmt: skip
+def test_stuck_and_killed_workers_cost_seconds_and_no_batch(
+    asked: int, how: Any, killed: Any, stuck: range, seconds: float, started: int, left: int
 ) -> None:
-    training = Training(fetch_s=0.05, cpu=0.05, step_s=0.005)
-    training.tuner(of(0))
-    get_stuck(training, range(after, after + stuck))
-    seen = [training.batch() for _ in range(75)]
-    assert sum(seen, []) == [*range(600)]
-    assert training.now - BEGUN_S == pytest.approx(seconds, rel=0.02)
-    assert training.loader.num_workers == left
-    assert training.loader._live.equal == 2  # of the batches that are made twice
-
-
-def test_workers_that_were_asked_for_may_take_long() -> None:
-    training = Training(fetch_s=0.05, cpu=0.05, step_s=0.005).fixed(of(2))
-    get_stuck(training, range(1, 2))
-    assert [training.batch() for _ in range(40)]
-    assert training.now > BEGUN_S + 1000.0
-    assert training.started == 2
-
-
-def get_stuck(training: Training, fetches: range) -> None:
-    """These fetches of workers take a thousand seconds."""
+    epoch = 25 if "persistent_workers" in how else 1000
+    training = Training(fetch_s=0.05, cpu=0.05, step_s=0.005, epoch_batches=epoch)
+    training.tuner(of(asked), **how)
     usual, numbers = training.fetch_takes, itertools.count()
-
-    def takes(now: float, worker: int, slower: float) -> float:
-        is_stuck = worker >= 0 and next(numbers) in fetches
-        return 1000.0 if is_stuck else usual(now, worker, slower)
-
-    training.fetch_takes = takes  # type: ignore[method-assign]
+    training.fetch_takes = lambda now, worker, slower: (  # type: ignore[method-assign]
+        1000.0 if worker >= 0 and next(numbers) in stuck else usual(now, worker, slower)
+    )
+    for number in range(120 if 70 in killed or epoch == 25 else 75):
+        begin = 8 * (number % epoch)
+        assert training.batch() == [*range(begin, begin + 8)]
+        for worker in killed.get(number, []):
+            training._batches._workers[worker].kill()
+    assert training.now - BEGUN_S == pytest.approx(seconds, rel=0.01)
+    assert training.started == started
+    assert training.loader.num_workers == left
 
 
 def test_size_of_somebodys_batch_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
