@@ -5,8 +5,11 @@ It runs in a Python that has imported torch already.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +46,10 @@ class Bench:
         started = self.python.start(
             *argv, folder=self.folder, environ={"OMP_NUM_THREADS": "1", **environ}
         )
-        return started.wait(HARD_DEADLINE_S), started.output
+        code = started.wait(HARD_DEADLINE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)  # a killed DataLoader's own, of a fork server
+        return code, started.output
 
     def command(self, *argv: str, **environ: str) -> Ended:
         """Run a command line; what was told while the script ran is in `first_lines`."""

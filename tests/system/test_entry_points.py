@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from autotune_loader import TuningResult
+from tests.support.bursts import segments
 
 pytestmark = pytest.mark.system
 
@@ -88,7 +89,7 @@ def test_a_script_tunes_and_trains_with(script, method, epochs, tmp_path, preloa
 
 def test_ctrl_c_returns_the_best_and_leaves_nothing(tmp_path, preloaded):
     # GIVEN a run that has told its first trial, and whose probe runs
-    journal = tmp_path / "study.journal"
+    journal, before = tmp_path / "study.journal", segments()
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {**ENVIRON, "BUDGET": "600"}
     run = preloaded.start("train.py", folder=tmp_path, environ=environ, probes=True)
@@ -109,8 +110,7 @@ def test_ctrl_c_returns_the_best_and_leaves_nothing(tmp_path, preloaded):
     _, alive = psutil.wait_procs(members, timeout=5)
     assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
     own = {str(each.pid) for each in members} | {str(run.pid)}
-    left = [path.name for path in Path("/dev/shm").glob("torch_*")]
-    assert [name for name in left if name.split("_")[1] in own] == []
+    assert [name for name in segments() - before if name.split("_")[1] in own] == []
 
 
 # A container of docker's has 64 MiB of /dev/shm: here it is mounted so for one process.
