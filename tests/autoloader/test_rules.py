@@ -195,7 +195,7 @@ def test_a_trial_costs_starts_first_fetches_and_risk(
     assert tuned._price(of(workers), reached(of(2), batch_s), gain) == pytest.approx(price_s)
 
 
-def test_half_a_second_one_percent_and_half_the_gain_may_be_spent() -> None:
+def test_trials_may_cost_time_and_what_they_gain() -> None:
     tuned = tuner(2, 100.0, earlier_s=50.0)
     tuned.own_s, tuned.gained_s = 1.0, 4.0
     assert tuned._may(2.5)
@@ -231,7 +231,7 @@ def test_gains_on_the_way_are_multiplied() -> None:
         (2, {"tune": False}, {}, range(1, 2), 1001.9, 2, 2),  # who was asked for may take long
     ],
 )  # fmt: skip
-def test_stuck_and_killed_workers_cost_seconds_and_no_batch(
+def test_stuck_and_killed_workers_cost_no_batch(
     asked: int, how: Any, killed: Any, stuck: range, seconds: float, started: int, left: int
 ) -> None:
     epoch = 25 if "persistent_workers" in how else 1000

@@ -203,7 +203,9 @@ def shared(trouble, tmp_path_factory, preloaded):  # the last has files of its o
         patch.setenv("TMPDIR", str(folder))
         with opened(job(trouble)) as found:
             yield found.probe
-    assert list(folder.iterdir()) == [], "whatever is killed leaves no file"
+    # Torch's compiler may make its cache there, of this process.
+    left = [path for path in folder.iterdir() if not path.name.startswith("torchinductor_")]
+    assert left == [], "whatever is killed leaves no file"
 
 
 @pytest.fixture
