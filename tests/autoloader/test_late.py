@@ -75,7 +75,13 @@ def test_while_a_batch_is_late_others_are_made(
     assert seen == list(range(200))
 
 
-@pytest.mark.parametrize("arguments", [{"batch_size": 2, "shuffle": True}, {"batch_size": None}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 2, "shuffle": True},
+        pytest.param({"batch_size": None}, marks=pytest.mark.system),
+    ],
+)
 def test_a_heavy_tail_of_batches_changes_nothing(arguments: dict[str, Any]) -> None:
     def tailed(index: int) -> torch.Tensor:
         time.sleep(random.Random(index).paretovariate(1.2) / 2000)

@@ -142,8 +142,14 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
+IN_FULL = {"transforms", "a table made once", "logger", "socket", "NaN", "sums"}
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("kind", GOOD)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.system] * (kind in IN_FULL)) for kind in GOOD],
+)
 def test_common_data_get_workers_and_equal_batches(kind: str, data: Path) -> None:
     loader, is_as_plain = trained(lambda: GOOD[kind](data))
     assert is_as_plain
@@ -300,8 +306,8 @@ if __name__ == "__main__":
     ("method", "start", "made_by"),
     [
         ("default", UNGUARDED, "workers"),  # forked, whatever Python's default is
-        ("spawn", GUARDED, "workers"),
-        ("forkserver", GUARDED, "workers"),
+        pytest.param("spawn", GUARDED, "workers", marks=pytest.mark.system),
+        pytest.param("forkserver", GUARDED, "workers", marks=pytest.mark.system),
         ("spawn", UNGUARDED, "no_guard"),
         ("spawn", GUARDED.replace("Slow()", "Slow(open(__file__))"), "not_begun"),
     ],

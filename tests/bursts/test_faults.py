@@ -297,7 +297,7 @@ FIRST = {"sampler": range(64)}
     (broken(3), FIRST, ALONE, "sample 3 raises ValueError: broken image 3"),  # in the first batch
     (broken(33), {}, ONE_WORKER, "sample 33 raises ValueError: broken image 33"),
     (EXITS, {}, ALONE, "sample 21 raises SystemExit: 3"),
-    (UNLIKE, {}, ALONE, "RuntimeError: stack expects each tensor"),
+    pytest.param(UNLIKE, {}, ALONE, "RuntimeError: stack expects each", marks=pytest.mark.system),
     (Stream(), {}, ALONE, "the sample after 10 of a process's stream raises OSError"),
 ], ids=("first batch", "in a worker", "exit", "another shape", "stream"))  # fmt: skip
 def test_a_sample_that_raises_is_named(dataset, parts, config, says):
@@ -371,7 +371,7 @@ NEEDS_ONE = "cannot be read without workers"
     (Shuffled(False), SEEDED, "delivers the same samples", (0, 1)),
     (Shuffled(True), SEEDED, "", (0, None)),
     (Shared(raises=True), {}, NEEDS_ONE, (1, None)),
-    (Shared(raises=False), {}, NEEDS_ONE, (1, None)),
+    pytest.param(Shared(raises=False), {}, NEEDS_ONE, (1, None), marks=pytest.mark.system),
     (Made(float), NOT_SENT, "sent the collate_fn", (0, 0)),
 ], ids=("repeated", "sharded", "raises", "is empty", "not sent"))  # fmt: skip
 def test_what_the_first_batch_tells_is_noted(dataset, parts, says, workers):

@@ -49,13 +49,17 @@ MADE = {
     "a named tuple": lambda x: Pair(x, None),
     "an object": Custom,
 }
-FORKED = [(made, "fork") for made in MADE]
+CASES = [
+    ("a tensor", "fork"), ("an object", "fork"),
+    *(
+        pytest.param(*case, marks=pytest.mark.system)
+        for case in (("a dict", "fork"), ("a named tuple", "fork"), ("a dict", "forkserver"))
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("made", "method"), [*FORKED, pytest.param("a dict", "forkserver", marks=pytest.mark.system)]
-)
+@pytest.mark.parametrize(("made", "method"), CASES)
 def test_copies_of_the_first_batch_reach_the_step(made, method, tmp_path):
     def sample(index):
         assert not demand.exists(), "code of the user's runs"

@@ -34,7 +34,11 @@ def held(key):
 SAMPLES = {"fresh": held, "forked": lambda key, lock=LOCK: lock.locked() or held(key)}
 
 
-@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+@pytest.mark.parametrize(
+    "sample",
+    [SAMPLES["fresh"], pytest.param(SAMPLES["forked"], marks=pytest.mark.system)],
+    ids=SAMPLES,
+)
 def test_workers_inherit_nothing_of_bursts_without(sample):
     configs = ONE_WORKER, ALONE, TWO_WORKERS, ALONE, ONE_WORKER
     probe, _ = run(workload(Made(sample), multiprocessing_context="fork"), *configs)

@@ -9,7 +9,7 @@ from autotune_loader import TuningResult
 from autotune_loader.machine.limits import usable_cores
 from tests.support.bench import line_of
 
-pytestmark = [pytest.mark.system, pytest.mark.smoke]
+pytestmark = pytest.mark.system
 EPOCHS, SIZE = 2, 256
 ENVIRON = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 HEAD = f"""
@@ -125,6 +125,7 @@ def launch(preloaded, tmp_path):
     return launch
 
 
+@pytest.mark.smoke
 def test_ranks_train_on_halves_rank_0_reports(launch, tmp_path):
     options = ("run", "--allow-workers", "--json", "report.json", "-o", "loader.json")
     output, _ = launch(PLAIN, EPOCHS, *options)

@@ -190,12 +190,13 @@ def test_the_command_tells_what_its_processes_saw(bench, how, processes):
 @pytest.mark.parametrize(
     ("verb", "arguments", "code", "printed"),
     [
-        ("watch", "0", -signal.SIGTERM, "True\n"),  # as Python, which prints no more after it
+        # As Python, which prints no more after it.
+        pytest.param("watch", "0", -signal.SIGTERM, "True\n", marks=pytest.mark.system),
         ("watch", "2", -signal.SIGTERM, "True\n"),
         ("run", "2", -signal.SIGTERM, "True\n"),
         ("watch", "0 own", 7, "False\nheld back\n"),
         ("watch", "2 kill", -signal.SIGKILL, "True\n"),
-        ("run", "2 kill", -signal.SIGKILL, "True\n"),
+        pytest.param("run", "2 kill", -signal.SIGKILL, "True\n", marks=pytest.mark.system),
     ],
 )
 def test_a_signal_ends_a_script_as_without_us(bench, verb, arguments, code, printed):
