@@ -39,6 +39,7 @@ STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spa
 ASK_HOW_PROBES_BEGIN = ("test_cuda",)
 MOST_NAMED = 10  # tests that may be run once more
 MOST_RERUNS = 2  # of them in one run
+TEMPORARY = "tests-"  # how the name of a run's temporary folder begins
 MOST_SLEEP_S = 0.1  # a thread that is waited for in passing is no slow test
 
 # Threads of a step wait for one another by spinning: two cost small models twice the time.
@@ -179,13 +180,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if kind and kind[1] in KINDS and kind[1] != config.option.markexpr else None
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     # A job that a shell starts in the background ignores Ctrl-C, and so do the processes it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not hasattr(config, "workerinput"):  # xdist's workers inherit it
+    # xdist's workers inherit it, and so do forks that test a mutant.
+    if not Path(tempfile.gettempdir()).name.startswith(TEMPORARY):
         # Bursts link what the temporary folder has: here nothing, whatever else the machine runs.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=TEMPORARY)
         # After multiprocessing has removed its own folder there, for which -100 stands.
         Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)
 

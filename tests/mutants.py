@@ -238,6 +238,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown := set(options.rooms) - set(rooms()):
         parser.error(f"ROOM is {unknown.pop()!r}; it is one of {', '.join(rooms())}")
     importlib.import_module("torch._dynamo")  # once, for all forks
+    # As in conftest.py, but forks remove nothing.
+    with tempfile.TemporaryDirectory(prefix="tests-") as tempfile.tempdir:
+        os.environ["TMPDIR"] = str(tempfile.tempdir)
+        draw(options)
+
+
+def draw(options: argparse.Namespace) -> None:
     equivalent = {line.partition("  # ")[0] for line in EQUIVALENT.read_text().splitlines()}
     print(f"{'room':14}{'lines run':>10}{'changes':>9}{'drawn':>7}{'survive':>9}", flush=True)
     for room in options.rooms or rooms():
