@@ -12,6 +12,7 @@ from autotune_loader.autoloader.tuner import EpochEnded, Failed, Frozen, Refused
 from autotune_loader.diagnosis import Kept
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import LoaderConfig
+from tests.support import with_workers
 from tests.support.training import BEGUN_S, WORKER_BYTES, Training, together
 
 NONE = LoaderConfig()
@@ -25,10 +26,6 @@ WAITS = job(0.05, 0.05, 0.005)
 """Ten workers are as fast as the step."""
 IN_MEMORY = job(0.0002, 1.0, 0.0005, transfer_s=0.001)
 """Handing a batch over takes longer than fetching it."""
-
-
-def of(workers: int) -> LoaderConfig:
-    return LoaderConfig(num_workers=workers) if workers else NONE
 
 
 @pytest.mark.parametrize(
@@ -54,20 +51,22 @@ def test_settles_on_the_fastest_and_says_why(
     asked: int, job: dict[str, Any], least: float, wanted: set[int], kept: str | None
 ) -> None:
     training = Training(**job)
-    tuner = training.tuner(of(asked))
+    tuner = training.tuner(with_workers(asked))
     training.run(45.0)
     rate = training.run(15.0)
     assert tuner.best.num_workers in wanted
     assert (training.loader.kept and training.loader.kept.kind) == kept
     assert (training.started > asked) == (kept not in ("too_short", "not_waiting"))
-    assert rate >= least * max(training.rate(of(each), 10.0) for each in {0, asked, max(wanted)})
+    assert rate >= least * max(
+        training.rate(with_workers(each), 10.0) for each in {0, asked, max(wanted)}
+    )
 
 
 @pytest.mark.parametrize(("seed", "asked"), [*itertools.product(range(8), [0, 2])])
 def test_never_slower_by_2_percent_and_half_second(seed: int, asked: int) -> None:
     tuned = Training.drawn(seed)
-    tuned.tuner(of(asked))
-    plain = tuned.fixed(of(asked))
+    tuned.tuner(with_workers(asked))
+    plain = tuned.fixed(with_workers(asked))
     while plain.samples < 30_000 and plain.now < BEGUN_S + 15.0:
         plain.batch()
         tuned.batch()
@@ -93,7 +92,7 @@ def test_within_3_percent_of_best_whatever_disturbs(
     disturbance: dict[str, Any], job: dict[str, Any], workers: set[int]
 ) -> None:
     training = Training(**job, **disturbance)
-    tuner, best = training.tuner(NONE), training.fixed(of(max(workers)))
+    tuner, best = training.tuner(NONE), training.fixed(with_workers(max(workers)))
     seconds = 540.0 if "drift" in disturbance or job["fetch_s"] > 1 else 120.0
     for each in (training, best):
         each.run(60.0)
@@ -106,22 +105,22 @@ def test_ranks_in_lockstep_all_get_workers() -> None:
     for rank in ranks:
         rank.tuner(NONE)
     together(ranks, 40.0)
-    fixed = [rank.fixed(of(12)) for rank in ranks]
+    fixed = [rank.fixed(with_workers(12)) for rank in ranks]
     assert together(ranks, 10.0) >= 0.97 * together(fixed, 10.0)
 
 
 def test_the_frozen_stay_the_refused_go_back() -> None:
     training = Training(**WAITS)
-    tuner = training.tuner(of(2))
+    tuner = training.tuner(with_workers(2))
     training.run(30.0)
     best = tuner.best
-    assert best != of(2)
+    assert best != with_workers(2)
     assert tuner.gain is not None
     tuner.decide(Frozen(), training.now)
     training.run(100.0)
     assert tuner.wanted == best
-    assert tuner.decide(Refused(Kept.FROZEN()), training.now) == of(2)
-    assert tuner.best == of(2)
+    assert tuner.decide(Refused(Kept.FROZEN()), training.now) == with_workers(2)
+    assert tuner.best == with_workers(2)
     assert tuner.gain is None
 
 
@@ -157,7 +156,7 @@ def test_fewer_workers_are_not_tried_again_and_again() -> None:
         training.run(10.0)
         best += [tuner.best] * (tuner.best != best[-1])
     assert len(best) <= 1 + 2
-    assert training.run(60.0) >= 0.97 * training.rate(of(12), 60.0)
+    assert training.run(60.0) >= 0.97 * training.rate(with_workers(12), 60.0)
 
 
 def metered(seconds: list[tuple[float, float]], in_flight: int = 0) -> tuple[Meter, Reached | None]:
@@ -165,8 +164,8 @@ def metered(seconds: list[tuple[float, float]], in_flight: int = 0) -> tuple[Met
     log, now = Log(), 100.0
     meter, loop = Meter(log, NONE, lambda _: 0.0), log.begin(now)
     loop.started(now)
-    meter.begin(Measure(of(2)), now)
-    meter.switched(of(2), now, in_flight)
+    meter.begin(Measure(with_workers(2)), now)
+    meter.switched(with_workers(2), now, in_flight)
     for number, (fetch_s, wait_s) in enumerate(seconds):
         loop.ask(now)
         now += wait_s
@@ -205,23 +204,23 @@ def test_trials_cost_a_hundredth_of_the_training() -> None:
 
 def test_a_failure_tries_half_as_many_later() -> None:
     training = Training(**WAITS)
-    tuner = training.tuner(of(2))
+    tuner = training.tuner(with_workers(2))
     tried, pauses = list[int](), list[float]()
     for _ in range(3):
         begun = training.now
-        while tuner.best == of(2):
+        while tuner.best == with_workers(2):
             training.run(1.0)
         tried.append(tuner.best.num_workers)
         pauses.append(training.now - begun)
-        assert tuner.decide(Failed(), training.now) == of(2)
-        assert tuner.best == of(2)
+        assert tuner.decide(Failed(), training.now) == with_workers(2)
+        assert tuner.best == with_workers(2)
         assert tuner.gain is None
     assert tried[0] >= 8
     assert tried[1] <= tried[0] // 2
     assert tried[2] == max(3, tried[1] // 2)
     assert pauses[0] < 30.0 < pauses[1] < 60.0 < pauses[2] < 120.0
     # AND a switch that failed before it was applied leaves nothing behind
-    while tuner.wanted == of(2):
+    while tuner.wanted == with_workers(2):
         training.run(0.1)
     tuner.decide(Failed(), training.now)
     training.run(600.0)
@@ -251,7 +250,7 @@ def test_further_workers_take_half_of_the_ranks_memory(
 
 def test_no_more_workers_are_tried_than_allowed() -> None:
     training = Training(**WAITS)
-    tuner = training.tuner(of(2), max_workers=7)
+    tuner = training.tuner(with_workers(2), max_workers=7)
     training.run(60.0)
     assert training.most == 7
     assert tuner.best.num_workers == 7
@@ -260,7 +259,7 @@ def test_no_more_workers_are_tried_than_allowed() -> None:
 @pytest.mark.parametrize(("job", "is_said"), [(IN_MEMORY, True), (WAITS, False)])
 def test_without_workers_it_is_faster_is_only_said(job: dict[str, float], is_said: bool) -> None:
     training = Training(**job)
-    tuner = training.tuner(of(4))
+    tuner = training.tuner(with_workers(4))
     training.run(20.0)
     assert 0 not in {config.num_workers for config in tuner.measured}
     assert any(each.kind == "without_workers" for each in training.loader.result.advice) is is_said
@@ -268,12 +267,12 @@ def test_without_workers_it_is_faster_is_only_said(job: dict[str, float], is_sai
 
 def test_slow_batches_are_decided_on_after_a_few() -> None:
     training = Training(fetch_s=8.0, cpu=0.1, step_s=0.5, noise=0.0)
-    tuner = training.tuner(of(2))
-    while tuner.wanted == of(2):
+    tuner = training.tuner(with_workers(2))
+    while tuner.wanted == with_workers(2):
         training.batch()
     assert training.log.totals.batches <= 5
     assert tuner.wanted.num_workers >= 10
-    while tuner.best == of(2):
+    while tuner.best == with_workers(2):
         training.batch()
     assert training.log.totals.batches <= 100
     assert tuner.is_trying  # the next look tells whether still more may help

@@ -214,9 +214,7 @@ def test_a_job_outlives_its_lost_copy() -> None:
     assert iterator._task_info[job][0] == 0
     last.jobs.remove(job)
     assert len(list(iterator)) == 32
-    iterator._queued, iterator._hand_out = (
-        deque([40, 31]),
-        list,
-    )  # AND in order
+    # AND what is given again is in order
+    iterator._queued, iterator._hand_out = deque([40, 31]), list
     iterator._give_again([])
     assert list(iterator._queued) == [31, 40]

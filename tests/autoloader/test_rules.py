@@ -20,11 +20,8 @@ from autotune_loader.autoloader.tuner import (
 )
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.values import Interval, LoaderConfig, Measurement
+from tests.support import with_workers
 from tests.support.training import BEGUN_S, Training
-
-
-def of(workers: int, depth: int = 2) -> LoaderConfig:
-    return LoaderConfig(num_workers=workers, prefetch_factor=depth) if workers else LoaderConfig()
 
 
 def about(value: float, low: float = 0.5, high: float = 2.0, count: int = 2) -> Interval:
@@ -50,7 +47,7 @@ def tuner(asked: int = 0, active_s: float = 0.0, earlier_s: float = 0.0, **how: 
     """A tuner, private parts included, with so many seconds of training since it began."""
     log = Log()
     log.totals.stepped_s = earlier_s
-    found = Tuner(log, of(asked), cores=4, max_workers=32, **how)
+    found = Tuner(log, with_workers(asked), cores=4, max_workers=32, **how)
     log.totals.waited_s = active_s
     return found
 
@@ -100,7 +97,7 @@ def test_pairs_say_yes_no_or_not_yet(
 def test_pairs_are_for_what_is_not_clear(
     batch_s: float, is_idle: bool, ratio: float, expected: float, what: str
 ) -> None:
-    asked, config = of(2), of(4)
+    asked, config = with_workers(2), with_workers(4)
     tuned, seen = tuner(2, 40.0), reached(asked, batch_s)
     rates = iter([Proposal(config, expected * seen.rate, True)])
     tuned._proposed = lambda *_, **__: next(rates, None)
@@ -127,23 +124,23 @@ def test_pairs_are_for_what_is_not_clear(
 
 def outlook(configs: list[LoaderConfig], step_s: float, extra_s: float, size: int = 0) -> Any:
     how: Any = {"extra_s": lambda _: extra_s, "batch_bytes": size}
-    return Outlook(configs, [reached(of(0))], cores=4, step_s=step_s, **how)
+    return Outlook(configs, [reached(with_workers(0))], cores=4, step_s=step_s, **how)
 
 
 @pytest.mark.parametrize(
     ("mib", "losses", "cheapest"),
     [
-        (0, [0, 0, 0, 0], of(0)), (1, [0.01, 0.02, 0.02, 0], of(0)),
+        (0, [0, 0, 0, 0], with_workers(0)), (1, [0.01, 0.02, 0.02, 0], with_workers(0)),
         # As deep as is cheap: it hides a batch that comes late.
-        (0, [0.02, 0, 0, 0], of(1, 8)), (0.5, [0.02, 0, 0, 0], of(1, 8)),
-        (1, [0.02, 0, 0, 0], of(1, 2)), (1, [0.02, 0.02, 0, 0], of(1, 8)),
-        (1, [0.02, 0.02, 0.02, 0], of(2, 2)),
+        (0, [0.02, 0, 0, 0], with_workers(1, 8)), (0.5, [0.02, 0, 0, 0], with_workers(1, 8)),
+        (1, [0.02, 0, 0, 0], with_workers(1, 2)), (1, [0.02, 0.02, 0, 0], with_workers(1, 8)),
+        (1, [0.02, 0.02, 0.02, 0], with_workers(2, 2)),
     ],
 )  # fmt: skip
 def test_cheapest_has_fewest_workers_then_a_cheap_queue(
     mib: float, losses: list[float], cheapest: LoaderConfig
 ) -> None:
-    configs = [of(0), of(1, 2), of(1, 8), of(2, 2)]
+    configs = [with_workers(0), with_workers(1, 2), with_workers(1, 8), with_workers(2, 2)]
     found = outlook(configs, 0.02, 0.0, int(mib * (1 << 20)))
     found._losses = np.array(losses)
     assert configs[found.cheapest(range(4))] == cheapest
@@ -151,9 +148,9 @@ def test_cheapest_has_fewest_workers_then_a_cheap_queue(
 
 def test_what_is_expected_has_step_and_extra_seconds() -> None:
     def rates(step_s: float, extra_s: float) -> Any:
-        return outlook([of(0), of(8)], step_s, extra_s).rates
+        return outlook([with_workers(0), with_workers(8)], step_s, extra_s).rates
 
-    configs = [of(16), of(1), of(8), of(32)]
+    configs = [with_workers(16), with_workers(1), with_workers(8), with_workers(32)]
     assert outlook(configs, 0.02, 0.0).configs == configs[:-1]  # of no use, unless it is the best
     assert rates(0.0, 0.0) == pytest.approx(rates(0.02, 0.0))  # that which was seen beside batches
     assert rates(0.01, 0.0)[1] == pytest.approx(2 * rates(0.0, 0.0)[1], rel=0.1)
@@ -162,21 +159,21 @@ def test_what_is_expected_has_step_and_extra_seconds() -> None:
 
 def test_events_tell_what_starting_workers_takes() -> None:
     tuned, kept = tuner(epoch_batches=10), tuner(epoch_batches=10, is_kept=True)
-    assert tuner()._starts_s(of(5)) == kept._starts_s(of(5)) == 0.0
+    assert tuner()._starts_s(with_workers(5)) == kept._starts_s(with_workers(5)) == 0.0
     for event, batch_s in [
         (EpochEnded(10, 5.0, 0.0), 0.02 * 5 / 10),
-        (Switched(of(5), 0, 0.0), 0.02 * 5 / 10),
-        (Switched(of(5), 0, 0.1), 0.1 * 5 / 10),
+        (Switched(with_workers(5), 0, 0.0), 0.02 * 5 / 10),
+        (Switched(with_workers(5), 0, 0.1), 0.1 * 5 / 10),
         (EpochEnded(20, 5.0, 0.2), 0.2 * 5 / 20),
-        (Switched(of(5), 0, 0.1), 0.2 * 5 / 20),  # whole epochs tell better
+        (Switched(with_workers(5), 0, 0.1), 0.2 * 5 / 20),  # whole epochs tell better
         (EpochEnded(0, 5.0, 0.4), 0.3 * 5 / 20),
     ]:
         tuned.decide(event, 1.0)
-        assert tuned._starts_s(of(5)) == pytest.approx(batch_s)
+        assert tuned._starts_s(with_workers(5)) == pytest.approx(batch_s)
     # AND before there was a worker, receiving a batch of its takes 0.1 ms
     for latest, workers, extra_s in [(0, 5, 0.0751), (0, 0, 0.0), (2, 5, 0.075), (2, 0, 0.0)]:
-        tuned._latest = {of(latest): reached(of(latest))}
-        assert tuned._extra_s(of(workers)) == pytest.approx(extra_s)
+        tuned._latest = {with_workers(latest): reached(with_workers(latest))}
+        assert tuned._extra_s(with_workers(workers)) == pytest.approx(extra_s)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +189,9 @@ def test_a_trial_costs_starts_first_fetches_and_risk(
 ) -> None:
     tuned = tuner(2)
     tuned._meter.open_s, tuned._meter.has_run = 0.5, 4
-    assert tuned._price(of(workers), reached(of(2), batch_s), gain) == pytest.approx(price_s)
+    assert tuned._price(
+        with_workers(workers), reached(with_workers(2), batch_s), gain
+    ) == pytest.approx(price_s)
 
 
 def test_trials_may_cost_time_and_what_they_gain() -> None:
@@ -202,8 +201,8 @@ def test_trials_may_cost_time_and_what_they_gain() -> None:
     assert not tuned._may(2.501)
     # AND what was asked for is tried again the later, the dearer that is: six blocks, and workers
     for asked_s, price_s, pause_s in [(0.1, 0.0, 300.0), (0.3, 1.6, 300.0), (1.1, 8.0, 800.0)]:
-        tuned._latest = {of(2): reached(of(2), asked_s)}
-        found = tuned._proof_s(reached(of(4), 0.1))
+        tuned._latest = {with_workers(2): reached(with_workers(2), asked_s)}
+        found = tuned._proof_s(reached(with_workers(4), 0.1))
         assert found == (pytest.approx(price_s), pytest.approx(pause_s))
 
 
@@ -236,7 +235,7 @@ def test_stuck_and_killed_workers_cost_no_batch(
 ) -> None:
     epoch = 25 if "persistent_workers" in how else 1000
     training = Training(fetch_s=0.05, cpu=0.05, step_s=0.005, epoch_batches=epoch)
-    training.tuner(of(asked), **how)
+    training.tuner(with_workers(asked), **how)
     usual, numbers = training.fetch_takes, itertools.count()
     training.fetch_takes = lambda now, worker, slower: (  # type: ignore[method-assign]
         1000.0 if worker >= 0 and next(numbers) in stuck else usual(now, worker, slower)
