@@ -3,25 +3,37 @@
 units.py     numbers for people
 tables.py    every sentence that can be said
 evidence.py  what was measured of a loader in its loop
+account.py   where each second of its loops went
+causes.py    why it costs so much, and what to do about that
+loops.py     all of this for the loops of a script
 judge.py     what limits it, what to do about it, and both put into a result
 """
 
+from autotune_loader.diagnosis.account import Account
+from autotune_loader.diagnosis.causes import NamedCause, slow_rank
 from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.judge import diagnose, judged
-from autotune_loader.diagnosis.tables import Advice, Answer, Bottleneck, Caution, Ended, Kept, Source, Undecided
+from autotune_loader.diagnosis.loops import Job, judge_loops
+from autotune_loader.diagnosis.tables import Advice, Answer, Bottleneck, Cause, Caution, Ended, Kept, Source, Undecided
 from autotune_loader.results.record import Finding
 
 __all__ = [
+    "Account",
     "Advice",
     "Answer",
     "Bottleneck",
+    "Cause",
     "Caution",
     "Ended",
     "Evidence",
     "Finding",
+    "Job",
     "Kept",
+    "NamedCause",
     "Source",
     "Undecided",
     "diagnose",
+    "judge_loops",
     "judged",
+    "slow_rank",
 ]

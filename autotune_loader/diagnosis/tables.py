@@ -90,8 +90,68 @@ class Fact(Table):
     )
 
 
+class Cause(Table):
+    """Why a loader costs time or memory; `where` is the line of the script that makes it."""
+
+    WORKER_STARTS = (
+        "{where} starts {workers:# worker} in each of {epochs:# epoch}, which takes {seconds:seconds} in all."
+    )
+    WORKER_IMPORTS = (
+        "Each worker of {where} imports and unpickles for {each:seconds} before it loads anything: training waits "
+        "{seconds:seconds} for that in {epochs:# epoch}."
+    )
+    COPIED_PAGES = (
+        "A worker of {where} has copied {size:bytes} of the memory that it shared with the training process at first: reading "
+        "a Python object writes to its page, which is copied then. There are {workers:# worker}."
+    )
+    PINNING = (
+        "Training waits {seconds:seconds} for batches of {where} to be pinned, which takes {each:seconds} per batch."
+    )
+    MANY_TENSORS = (
+        "A batch of {where} has {tensors} tensors, each of which is sent by itself: training waits {seconds:seconds} for their "
+        "transfer."
+    )
+    GARBAGE_IN_WORKERS = "Garbage collections take {share:share} of the time of the workers of {where}."
+    GARBAGE_IN_LOOP = (
+        "Garbage collections of the training process take {seconds:seconds}, {share:share} of the time with {where}."
+    )
+    SLOW_SAMPLES = (
+        "{slow:# batch} of {batches} of {where} take {long:seconds} to load, others {usual:seconds}: training waits "
+        "{seconds:seconds} for them."
+    )
+    SLOW_RANK = (
+        "Rank {rank} waits {its:seconds} for batches of {where}, rank {other} {others:seconds}: the others wait in their steps "
+        "until it is there."
+    )
+    IDLE_MEMORY = (
+        "The {workers:# worker} of {where} hold {size:bytes} and have nothing to do for {share:share} of the time."
+    )
+    CORES = "Workers of {where}, or the training process, wait {seconds:seconds} for a CPU core."
+    STORAGE = "Loading of {where} waits {seconds:seconds} for storage, the network or a lock."
+    DEVICE_IN_WORKER = (
+        "{count} of the {workers:# worker} that {where} has started have initialized an accelerator, such as CUDA: each has a "
+        "context of its own in the memory of the device."
+    )
+    TRAINING_MEMORY = (
+        "Workers of {where} are forked from a process with {memory:bytes} of memory: each fork copies its page tables, and "
+        "later each page that is written."
+    )
+
+
 class Advice(Table):
     """What to do next."""
+
+    DO_NOT_PIN = "Set pin_memory=False, or pin batches of the same size, whose memory is used again."
+    FREEZE = "Call gc.collect() and gc.freeze() once the dataset is there, before iter(loader)."
+    LATE_BATCHES = "`{command}` has other workers load on, and gives a late batch to a second one, in the same order."
+    OUT_OF_ORDER = "Pass in_order=False to DataLoader, if batches may come in another order."
+    STACK = "Stack the tensors of a batch in collate_fn, so that it has fewer."
+    BALANCE_RANKS = "Give the ranks equal samples, or load faster on rank {rank}. There: {bottleneck}"
+    LET_WORKERS_GO = "Set persistent_workers=False for this loader: its workers end with each epoch."
+    LOAD_ON_CPU = "Load on the CPU in the dataset, and move batches to the device in the training loop."
+    START_ONCE = "`{command}` imports and unpickles once, and starts workers from there."
+    ONE_MESSAGE = "`{command}` sends a batch as one message; so does a collate_fn that stacks its tensors."
+    MORE_WORKERS = "`{command}` tries more workers; larger reads (tar shards, Parquet) or a local disk help, too."
 
     LEAVE_IT = "Leave the loader as it is."
     SPEED_UP_STEP = "Speed up the step (torch.compile, mixed precision, a larger batch), not the loader."

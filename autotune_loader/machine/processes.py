@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import psutil
 
+from autotune_loader.machine.clocks import queued_s
+
 TICKS_PER_S, PAGE_BYTES = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 PROC = Path("/proc")
 PERIOD_S = 0.25
@@ -65,16 +67,6 @@ def tree_use(members: Iterable[int], root: Path = PROC) -> TreeUse | None:
         rss_bytes=sum(use.rss_bytes for use in uses),
         read_bytes=None if None in read else sum(each or 0 for each in read),
     )
-
-
-def queued_s(task: str) -> float:
-    """Seconds in which a task of `/proc` was ready to run and waited for a core; 0 where the kernel does not tell.
-
-    `schedstat` is `run queued slices`, in nanoseconds.
-    """
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{task}/schedstat", "rb", 0) as file:  # noqa: PTH123 - fast
-        return int(file.read(64).split()[1]) / 1e9
-    return 0.0
 
 
 class CpuTimes(NamedTuple):
@@ -145,6 +137,19 @@ def private_bytes(pid: int, root: Path = PROC) -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     return 1024 * sum(found) if found else None
+
+
+def copied_bytes(pid: int, shared_bytes: int, root: Path = PROC) -> int | None:
+    """Memory that a fork shared with its parent first, and has copied since. None where it is gone or cannot be read.
+
+    Pages that it has written are `Private_Dirty`; those that it has allocated itself are what its `Anonymous` memory exceeds
+    the `shared_bytes` by that its parent had when it was forked. Reading takes as long as for `private_bytes`.
+    """
+    try:
+        rows = _rollup(root / str(pid))
+        return max(0, rows["Private_Dirty"] - max(0, rows["Anonymous"] - shared_bytes))
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def without_nursery(workers: Sequence[int], nursery: Sequence[int], root: Path = PROC) -> tuple[int, int] | None:

@@ -8,18 +8,21 @@ Seconds are of one monotonic clock, which the caller reads. With an accelerator,
 each of these moments, which count when it has passed them: what passes on the host is mostly no waiting. Nobody waits for it,
 so that batches are counted a little later.
 
-A step is a pause (evaluation, a checkpoint, a notebook left alone), and not counted, if it is longer than 0.5 s, than 20
-median steps, and than twice what comes back once in 80 steps: an evaluation every 100 steps is a pause, and what takes as
-long every 50 steps is a step.
+Loops of other loaders within a step (evaluation) and checkpoints are told apart from it. What is left of a step is a pause (a
+notebook left alone, an evaluation without a loader), and not counted, if it is longer than 0.5 s, than 20 median steps, and
+than twice what comes back once in 80 steps: what takes as long every 50 steps is a step.
+
+    wall of the loops = waits + steps + evaluation + checkpoints + pauses
 """
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,8 +31,10 @@ import torch
 from torch.utils.data import RandomSampler
 
 from autotune_loader.lines import Line
+from autotune_loader.machine.clocks import garbage
 from autotune_loader.pipeline.batches import initialized_accelerator
 from autotune_loader.pipeline.forking import ParentProcess
+from autotune_loader.pipeline.waits import Waits
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement
 
 MOST_ROWS = 20_000
@@ -43,6 +48,43 @@ OFTEN, LEAST_OFTEN = 80, 3
 
 Fetch = tuple[int, float, float, float, float]
 """worker, fetch_start, fetch_end, collate_end, cpu_s: the first fields of a `BatchTrace`."""
+Pinned = tuple[float, float]
+"""pin_start, pin_end: its last fields."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Of a loop, by the host's clock."""
+
+    begun: float
+    moment: float
+    """The latest one."""
+
+
+class Beside(threading.local):
+    """What this thread does within the steps of its loops: the loops that were begun last, and seconds of checkpoints."""
+
+    def __init__(self) -> None:
+        self.loops = deque[Span](maxlen=32)
+        self.saved_s = 0.0
+        self.is_saving = False
+
+
+beside = Beside()
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """In this block a checkpoint is written; of blocks within one another the outermost counts."""
+    if beside.is_saving:
+        yield
+        return
+    begun, beside.is_saving = time.monotonic(), True
+    try:
+        yield
+    finally:
+        beside.saved_s += time.monotonic() - begun
+        beside.is_saving = False
 
 
 class Site(NamedTuple):
@@ -85,7 +127,7 @@ class Log:
     """One loader's, over all its epochs. Rows are those of the loop that was begun last."""
 
     def __init__(self) -> None:
-        self.totals, self.marks = Totals(), Marks()
+        self.totals, self.waits, self.marks = Totals(), Waits(), Marks()
         self.rows: list[BatchTrace] = []
         """The latest batches; older ones were dropped."""
         self._dropped = 0
@@ -96,6 +138,10 @@ class Log:
         """Steps that were pauses when they ended: they are counted if they come back often."""
         self.parent: ParentProcess | None = None
         """What workers were forked from last; None where they are not forked."""
+        self.workers = 0
+        """Those that torch starts for an epoch."""
+        self.sampled: Any = None
+        """A `Sampled` that gets every row, where a trace is written."""
 
     @property
     def end(self) -> int:
@@ -122,59 +168,94 @@ class Log:
 
     def step(self, seconds: float, row: BatchTrace | None) -> None:
         """A step has ended, that of this row where its history is known. A long first one is judged by the second."""
+        totals = self.totals
         self.steps.append(seconds)
         if seconds <= PAUSE_S:
-            self.totals.stepped_s += seconds
+            totals.stepped_s += seconds
         else:
+            totals.paused_s += seconds
             self._aside.append(seconds)
         if self._aside and len(self.steps) > 1 and (seconds > PAUSE_S or len(self.steps) == 2):
             longest = longest_s(self.steps)
-            self.totals.stepped_s += sum(each for each in self._aside if each <= longest)
+            steps_s = sum(each for each in self._aside if each <= longest)
+            totals.stepped_s += steps_s
+            totals.paused_s -= steps_s
             self._aside = [each for each in self._aside[-LATEST_STEPS:] if each > longest]
         if row is not None:
             self.rows.append(row)
+            if self.sampled is not None:
+                self.sampled.add(row)
         if len(self.rows) > 2 * MOST_ROWS:
             del self.rows[:MOST_ROWS]
             self._dropped += MOST_ROWS
 
 
 class Loop:
-    """Over one epoch. Each moment is noted as it comes, and counted when an accelerator has passed it."""
+    """Over one epoch. Each moment is noted as it comes, and counted when an accelerator has passed it.
+
+    Attributes:
+        begun: when `iter()` was called.
+        batches: those that it has had.
+        is_over: whether it was told that the epoch is over.
+    """
 
     def __init__(self, log: Log, now: float) -> None:
-        self._log, self.begun = log, now
+        self._log, self.begun, self._span = log, now, Span(now, now)
         self._asked = self._own_asked = now
         self._received, self._samples = 0.0, 0
         self._fetch: Fetch | None = None
+        self._pinned: Pinned | tuple[()] = ()
+        self._own_received = 0.0
+        self._saved_s = 0.0
+        self._garbage_s = garbage.seconds
         self.batches, self.is_over = 0, False
         if log.totals.batches >= log.marks.until:
             log.marks.looks, log.marks.until = 0, log.totals.batches + OFTEN
+        beside.loops.append(self._span)
         log.marks.note(now, self._begin)
+
+    @property
+    def moment(self) -> float:
+        """The latest one, by the host's clock."""
+        return self._span.moment
 
     def started(self, now: float) -> None:
         """`iter()` has returned: what it took was waiting."""
+        self._span.moment = now
         self._log.marks.note(now, self._started)
 
     def ask(self, now: float) -> None:
         """The loop asks for a batch: its step has ended."""
-        self._own_asked = now
-        self._log.marks.note(now, self._ask)
+        self._own_asked = self._span.moment = now
+        evaluated_s, saved_s = self._others()
+        if self._own_received:
+            self._log.totals.step_garbage_s += garbage.seconds - self._garbage_s
+        self._garbage_s = garbage.seconds
+        self._log.marks.note(now, self._ask, evaluated_s, saved_s)
 
-    def receive(self, now: float, samples: int, fetch: Fetch | None = None) -> None:
-        """The loop has a batch; `fetch` is its history, None where torch's workers made it."""
+    def receive(self, now: float, samples: int, fetch: Fetch | None = None, pinned: Pinned | tuple[()] = ()) -> None:
+        """The loop has a batch; `fetch` is its history, None where it is not known."""
+        totals = self._log.totals
         self.batches += 1
-        self._log.totals.asking_s += now - self._own_asked
-        self._log.marks.note(now, self._receive, self.batches == 1, samples, fetch)
+        self._own_received = self._span.moment = now
+        self._saved_s = beside.saved_s
+        totals.asking_s += now - self._own_asked
+        totals.wait_garbage_s += garbage.seconds - self._garbage_s
+        self._garbage_s = garbage.seconds
+        self._log.marks.note(now, self._receive, self.batches, samples, fetch, pinned)
 
     def may_skip(self, now: float) -> bool:
         """Whether a batch that is asked for now may be counted without a row: `skip` takes the place of ask and receive."""
-        return self._received > 0.0 and now - self._received <= PAUSE_S and self._log.marks.are_none()
+        received, loops = self._received, beside.loops
+        if not received or now - received > PAUSE_S or beside.saved_s != self._saved_s:
+            return False
+        return bool(loops) and loops[-1].begun <= received and self._log.marks.are_none()
 
     def skip(self, asked: float, received: float, samples: int) -> None:
         """The loop has asked for a batch and has it: totals are all that is noted of it."""
         totals, waited_s = self._log.totals, received - asked
         if self._fetch is not None:
-            self._ask(asked)
+            self._ask(0.0, 0.0, asked)
             self._fetch = None
         else:
             totals.stepped_s += asked - self._received
@@ -184,39 +265,62 @@ class Loop:
         totals.samples += samples
         self.batches += 1
         self._asked, self._received = asked, received
+        self._own_received = self._span.moment = received
 
     def end(self, now: float) -> None:
         """The loop is told that the epoch is over."""
         if not self.is_over:
-            self.is_over = True
+            self.is_over, self._span.moment = True, now
             self._log.marks.note(now, self._end)
 
+    def _others(self) -> tuple[float, float]:
+        """Seconds of loops and of checkpoints within the step that has just ended."""
+        loops, received, evaluated_s = beside.loops, self._own_received, 0.0
+        while received and loops and loops[-1].begun > received:  # an iterator that another is zipped with began before
+            inner = loops.pop()
+            evaluated_s += inner.moment - inner.begun
+        saved_s = beside.saved_s - self._saved_s if received else 0.0
+        return evaluated_s, saved_s
+
     def _begin(self, now: float) -> None:
-        self.begun = self._asked = now
+        self._asked = self._begun = now
 
     def _started(self, now: float) -> None:
         totals, self._asked = self._log.totals, now
-        totals.waited_s += now - self.begun
-        totals.started_s += now - self.begun
+        totals.waited_s += now - self._begun
+        totals.started_s += now - self._begun
+        totals.made_s += now - self._begun
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, evaluated_s: float, saved_s: float, now: float) -> None:
         if received := self._received:
             row = None
             if self._fetch is not None and (self._log.current is self or self.is_over):
-                row = BatchTrace(*self._fetch, self._samples, self._asked, received, now)
-            self._log.step(now - received, row)
+                row = BatchTrace(*self._fetch, self._samples, self._asked, received, now, *self._pinned)
+            step_s, totals = now - received, self._log.totals
+            if evaluated_s or saved_s:  # on an accelerator, some of it may have run while the step still did
+                saved_s = min(saved_s, step_s)
+                evaluated_s = min(evaluated_s, step_s - saved_s)
+                totals.evaluated_s += evaluated_s
+                totals.saved_s += saved_s
+                step_s -= evaluated_s + saved_s
+            self._log.step(step_s, row)
             self._received = 0.0
         self._asked = now
 
-    def _receive(self, is_first: bool, samples: int, fetch: Fetch | None, now: float) -> None:
+    def _receive(self, number: int, samples: int, fetch: Fetch | None, pinned: Pinned | tuple[()], now: float) -> None:
         totals, waited_s = self._log.totals, now - self._asked
-        if is_first:
+        if number == 1:
             totals.epochs += 1
             totals.started_s += waited_s
         totals.batches += 1
         totals.samples += samples
         totals.waited_s += waited_s
-        self._fetch, self._samples, self._received = fetch, samples, now
+        if fetch is not None and number > 1:
+            is_early = number <= self._log.workers
+            self._log.waits.add(fetch[1], fetch[3], fetch[4], self._asked, now, is_early=is_early)
+            if pinned:
+                self._log.waits.add_pinned(*pinned, self._asked, now)
+        self._fetch, self._pinned, self._samples, self._received = fetch, pinned, samples, now
 
     def _end(self, now: float) -> None:
         self._log.totals.waited_s += now - self._asked
@@ -234,13 +338,30 @@ class Totals:
     """Until a batch was there; starts of epochs and workers included."""
     started_s: float = 0.0
     """Of that, from `iter()` until the first batch of an epoch."""
+    made_s: float = 0.0
+    """Of that, in `iter()`, which starts workers."""
     stepped_s: float = 0.0
+    evaluated_s: float = 0.0
+    """Within steps, in loops of other loaders."""
+    saved_s: float = 0.0
+    """Within steps, in writing checkpoints."""
+    paused_s: float = 0.0
+    """Of steps that were pauses."""
+    wait_garbage_s: float = 0.0
+    """Of garbage collections while the loop waited."""
+    step_garbage_s: float = 0.0
+    """Of garbage collections during steps, evaluation included."""
     asking_s: float = 0.0
     """Of the loop itself, between asking for a batch and receiving it, also while an accelerator was at work."""
 
     @property
     def active_s(self) -> float:
         return self.waited_s + self.stepped_s
+
+    @property
+    def wall_s(self) -> float:
+        """All of the loops."""
+        return self.active_s + self.evaluated_s + self.saved_s + self.paused_s
 
     @property
     def wait_share(self) -> float | None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from autotune_loader.diagnosis import Advice, units
+from autotune_loader.diagnosis import Account, Advice, Cause, NamedCause, slow_rank, units
 from autotune_loader.report.text import wrapped
 from autotune_loader.results.record import Finding
 from autotune_loader.values import Interval, write_json
 
 MOST_SHOWN = 12
 """Loaders that are printed; a script that makes one for each client or fold has hundreds."""
+SMALLEST_PART = 0.01
+"""Smaller parts of the time are not printed."""
 SAID_APART = (Advice.FORKSERVER.kind, Advice.FORKSERVER_BY_AUTOLOADER.kind)
 """Advice that is printed whatever limits the loader."""
 
@@ -28,6 +31,8 @@ class LoaderReport:
     batches: int
     seconds: float = 0.0
     """Of training: waiting and steps."""
+    time: Account
+    """Where the seconds of its loops went: `wall` and its parts."""
     samples_per_s: float | None
     """With the settings now, where their effect was measured; None where no step was timed."""
     wait_share: float | None
@@ -52,6 +57,8 @@ class LoaderReport:
     processes: int = 1
     """Number of processes that have this loader; the figures are of the one with most time."""
     bottleneck: Finding
+    causes: tuple[NamedCause, ...] = ()
+    """Why it costs time or memory, the largest first; each says what to do about it."""
     advice: tuple[Finding, ...] = ()
     """What to do, the best first."""
 
@@ -66,7 +73,8 @@ class LoaderReport:
         if self.gpu_utilization is not None:
             seen.append(f"GPU {units.share_text(self.gpu_utilization)} busy (NVML)")
         own, now = settings_text(self.settings), settings_text(self.settings_now)
-        lines = [f"{self.name}  {self.contents}", f"  {', '.join(seen)}", f"  settings: {own}"]
+        lines = [f"{self.name}  {self.contents}", *map("  {}".format, account_lines(self.time, self.epochs))]
+        lines += [f"  {', '.join(seen)}", f"  settings: {own}"]
         if self.processes > 1:
             lines.insert(1, f"  in {self.processes} processes; the figures are of the process with the most time")
         if now != own:
@@ -74,10 +82,33 @@ class LoaderReport:
         elif self.kept is not None:
             lines.append(f"  not changed: {self.kept}")
         lines += [f"  {each}" for each in (self.read_ahead, self.idle_workers, self.starts_anew) if each is not None]
-        lines += [f"  {each}" for each in self.advice if each.kind in SAID_APART]
+        if not any(each.kind == Cause.TRAINING_MEMORY.kind for each in self.causes):
+            lines += [f"  {each}" for each in self.advice if each.kind in SAID_APART]
         lines.append(f"  {self.bottleneck}")
-        lines += [f"  next: {step}" for step in [each for each in self.advice if each.kind not in SAID_APART][:1]]
+        for cause in self.causes:
+            lines += [f"  cause: {cause.sentence}", f"  next: {cause.advice}"]
+        if not self.causes:
+            lines += [f"  next: {step}" for step in [each for each in self.advice if each.kind not in SAID_APART][:1]]
         return "\n".join(wrapped(line, indent="    ") for line in lines)
+
+
+def account_lines(time: Account, epochs: int) -> list[str]:
+    """What training could win, and where the rest of the time goes, in seconds an epoch."""
+    au = time.accelerator_utilization
+    if au is None or not epochs:
+        return []
+    per = "" if epochs == 1 else " per epoch"
+    waiting, wall = (units.seconds_text(each / epochs) for each in (time.waiting, time.wall))
+    shown = {each.name: getattr(time, each.name) / epochs for each in fields(time)}
+    parts = [
+        f"{name.replace('_', ' ')} {units.seconds_text(seconds)}"
+        for name, seconds in sorted(shown.items(), key=lambda part: -part[1])
+        if seconds >= SMALLEST_PART * time.wall / epochs
+    ]
+    return [
+        f"Training could win {waiting} of {wall}{per} (accelerator utilization {units.share_text(au)}).",
+        f"seconds{per}: {', '.join(parts)}",
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +130,17 @@ class ScriptReport:
                 f"{units.counted(more, 'loader')} more, each with less time; use --json FILE for all of them."
             )
         return "\n\n".join([*blocks, *(["\n".join(self.notes)] if self.notes else [])])
+
+    def beside_ranks(self, ranks: Mapping[int, ScriptReport]) -> ScriptReport:
+        """The same with the rank that others wait for; `ranks` are the reports of all of a job's, this one among them."""
+        loaders = list(self.loaders)
+        for number, loader in enumerate(loaders):
+            alike = [each for _, report in sorted(ranks.items()) for each in report.loaders if each.name == loader.name]
+            if sorted(ranks) == list(range(len(alike))):
+                told = [(each.time, str(each.bottleneck)) for each in alike]
+                if (found := slow_rank(loader.name, told)) is not None:
+                    loaders[number] = replace(loader, causes=(found, *loader.causes))
+        return replace(self, loaders=tuple(loaders))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""

@@ -127,6 +127,8 @@ class Hook:
         if self in active:
             active.remove(self)
             self.tell()
+            if self._session is not None:
+                self._session.close()
 
     def __enter__(self) -> Hook:
         return self

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autotune_loader import TuningResult
-from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Evidence, Finding, Kept, diagnose
+from autotune_loader.diagnosis import Advice, Caution, Finding, Job, Kept, judge_loops
 from autotune_loader.machine.limits import usable_cores
 from autotune_loader.report.script import LoaderReport, ScriptReport
 from autotune_loader.watch.others import ProcessReport, leave
 from autotune_loader.watch.run_plan import Plan, say
 from autotune_loader.watch.session import Session
-from autotune_loader.watch.watched import FEWEST_BATCHES, ScriptLoader
+from autotune_loader.watch.watched import ScriptLoader
 
-WORTH_TRYING = 0.05
-"""A gain below this, at most, is not worth another run."""
 TURNS = 4
 """Each worker of a stream had its turn after so many batches for each; torch asks for two of each at first."""
-OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.TRANSFER, Bottleneck.UNCLEAR)
-"""Where other workers may bring something."""
 
 
 def seen_of(session: Session) -> ProcessReport:
     """What is known now of the loaders that gave a batch: once, for the terminal and for the files."""
     for each in session.loaders:
         each.log.marks.settle(time.monotonic(), is_end=True)
-    known = session.known
-    script_s = sum(each.log.totals.active_s for each in known)
-    reports = [_report_of(each, script_s, session.plan) for each in known]
+        if (watch := each.watch()) is not None:
+            watch.workers.gather()
+    known, plan = session.known, session.plan
+    device = torch.get_device_module()
+    job = Job(
+        active_s=sum(each.log.totals.active_s for each in known),
+        cores=usable_cores().usable,
+        on_accelerator=device is not torch.cpu and device.is_initialized(),
+        to_tune=plan.to_run(allow_workers=False),
+        to_allow=plan.to_run(allow_workers=True),
+        is_tuned=plan.verb == "run",
+    )
+    reports = [_report_of(each, job) for each in known]
     main, report = max(zip(known, reports, strict=True), key=lambda both: both[1].seconds)
     return ProcessReport(
         rank=session.rank,
@@ -56,6 +62,7 @@ def tell(seen: Sequence[ProcessReport], plan: Plan, *, flushes: bool = True) -> 
     if not (told := [each for each in seen if not each.rank]):
         return
     main, report = max(told, key=lambda each: each.main.seconds), report_of(told)
+    report = report.beside_ranks({each.rank: each.report for each in reversed(seen)})
     notes = [text.sentence for each in seen if (text := each.too_long(plan)) is not None][:1]
     notes += [] if main.ranks == 1 else [f"These are the loaders of rank 0 of {main.ranks}."]
     notes += [_written(plan.output, main.result.save)] if plan.output else []
@@ -82,17 +89,17 @@ def report_of(seen: Sequence[ProcessReport]) -> ScriptReport:
     return replace(longest, loaders=tuple(loaders.values()))
 
 
-def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderReport:
+def _report_of(loader: ScriptLoader, job: Job) -> LoaderReport:
     totals, found, samples = loader.log.totals, loader.told, loader.epoch_samples
-    evidence = evidence_of(loader, script_s)
-    bottleneck, advice = diagnose(evidence)
-    is_seen = totals.batches >= FEWEST_BATCHES and totals.stepped_s > 0
-    rate, wait = evidence.samples_per_s if is_seen else None, totals.wait_share
+    judged = judge_loops(loader, loader.name, job)
+    bottleneck, advice, rate, wait = judged.bottleneck, judged.advice, judged.samples_per_s, totals.wait_share
     is_changed = found is not None and found.best != found.tuner.asked
     # Of the loops as a whole, some batches were made with other settings.
     if found is not None and found.has_tried and (result := found.result).rate is not None:
         bottleneck, advice, rate, wait = result.bottleneck, result.advice, result.rate.value, result.wait_share
     kept = loader.kept if found is None else found.kept
+    # Under `run`, the command that allows workers could do more where nothing else kept it from tuning.
+    is_worth_trying = not job.is_tuned or Kept.NO_CONSENT.said_by(kept)
     idle, shards = _of_stream(loader)
     return LoaderReport(
         name=loader.name,
@@ -100,6 +107,7 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
         epochs=totals.epochs,
         batches=totals.batches,
         seconds=totals.active_s,
+        time=judged.account,
         samples_per_s=rate,
         wait_share=wait,
         gpu_utilization=loader.gpu_busy_s / loader.gpu_s if loader.gpu_s else None,
@@ -112,7 +120,8 @@ def _report_of(loader: ScriptLoader, script_s: float, plan: Plan) -> LoaderRepor
         starts_anew=None if found is None else found.starts_anew,
         read_ahead=Caution.READ_AHEAD(thread=loader.reader) if loader.is_read_ahead else None,
         bottleneck=bottleneck,
-        advice=(*shards, *_to_try(bottleneck, evidence, kept, plan), *advice),
+        causes=() if loader.is_read_ahead else judged.causes,
+        advice=(*shards, *(judged.to_try if is_worth_trying else ()), *advice),
     )
 
 
@@ -122,53 +131,6 @@ def _of_stream(loader: ScriptLoader) -> tuple[Finding | None, tuple[Finding, ...
     if not busy or busy >= workers or loader.delivered.total() < TURNS * workers:
         return None, ()
     return Caution.IDLE_WORKERS(idle=workers - busy, workers=workers), (Advice.SPREAD_SHARDS(busy=busy),)
-
-
-def evidence_of(loader: ScriptLoader, script_s: float) -> Evidence:
-    """What was measured of a loader; `script_s` is the time with all loaders.
-
-    Workers of torch's do not tell how long a batch takes them. Where the loop waits, they have no time to rest: a batch takes
-    each of them the time in which so many batches come as there are workers. While a fetch waits for a core it waits for no
-    data, so that time is left out.
-    """
-    totals, workers = loader.log.totals, loader.own.num_workers
-    making, fetch_s = (loader.in_workers if workers else loader.in_loop).of_one, None
-    if making is not None:
-        whole_s = workers * totals.active_s if workers else totals.asking_s
-        fetch_s = max(making.cpu_s, whole_s / totals.batches - making.queued_s)
-    receiving, cores = loader.in_loop.of_one if workers else None, usable_cores().usable
-    return Evidence(
-        config=loader.own,
-        samples_per_s=totals.samples / max(totals.active_s, 1e-9),
-        wait_share=totals.wait_share,
-        cores=cores,
-        cpu_share=loader.busy_s / (cores * loader.read_s) if loader.read_s else None,
-        batch_size=totals.samples / totals.batches,
-        step_s=totals.stepped_s / totals.batches,
-        fetch_s=fetch_s,
-        fetch_cpu_s=None if making is None else making.cpu_s,
-        fetch_queued_s=None if making is None else making.queued_s,
-        receive_queued_s=0.0 if receiving is None else receiving.queued_s,
-        receive_s=None if receiving is None else receiving.cpu_s,
-        starting_share=totals.starting_share,
-        loader_share=totals.waited_s / max(script_s, 1e-9),
-        batches=totals.batches,
-        batch_bytes=loader.batch_bytes or 0,
-        parent=loader.log.parent,
-        on_accelerator=torch.get_device_module() is not torch.cpu and torch.get_device_module().is_initialized(),
-    )
-
-
-def _to_try(bottleneck: Finding, evidence: Evidence, kept: Finding | None, plan: Plan) -> Iterator[Finding]:
-    """The command that tries other settings, where it could pay and is allowed to."""
-    is_limited = any(row.said_by(bottleneck) for row in OTHER_SETTINGS_HELP)
-    has_core = evidence.cores > 1 or not Bottleneck.CPU.said_by(bottleneck)
-    if not is_limited or not has_core or (evidence.headroom or 0.0) < WORTH_TRYING:
-        return
-    if not evidence.config.num_workers and (plan.verb == "watch" or Kept.NO_CONSENT.said_by(kept)):
-        yield Advice.RUN_WITH_WORKERS(command=plan.to_run(allow_workers=True))
-    elif plan.verb == "watch":
-        yield Advice.RUN(command=plan.to_run(allow_workers=False))
 
 
 def _result_of(main: ScriptLoader, report: LoaderReport, loaders: dict[str, dict[str, Any]]) -> TuningResult:

@@ -43,6 +43,12 @@ class Session:
         self._names, self._first_looks = Counter[str](), 0
         self._file = None if plan.start_with is None else TuningResult.load(plan.start_with)
 
+    def close(self) -> None:
+        """What is left of it in this process does nothing more."""
+        self.first_line.stop()
+        for each in self.loaders:
+            each.close()
+
     @property
     def known(self) -> list[ScriptLoader]:
         """Those that gave a batch."""
@@ -104,7 +110,7 @@ class Session:
         known = next((each for each in reversed(alike) if each.settings == settings and _is_free(each, loader)), None)
         if known is None:
             own = LoaderConfig.from_loader(loader) if asked is None else asked
-            known = ScriptLoader(site, self._name_of(site), own, self._look_at)
+            known = ScriptLoader(site, self._name_of(site), own, self._look_at, self.loaders)
             self.loaders.append(known)
             alike.append(known)
         known.owner, known.dataset = weakref.ref(loader), _reference(getattr(loader, "dataset", None))

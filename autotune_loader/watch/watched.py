@@ -17,16 +17,14 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from autotune_loader import LoaderConfig
-from autotune_loader.machine.nvml import GpuMeter
-from autotune_loader.machine.processes import CpuTimes
-from autotune_loader.pipeline.loop_log import Log, Site
+from autotune_loader.pipeline.figures import LoopFigures, Workers, samples_in
+from autotune_loader.pipeline.loop_log import Site
 
 FEWEST_BATCHES = 3
 """Of fewer nothing can be said: the first one waits for workers, and the last has no step after it."""
@@ -34,10 +32,6 @@ FIRST_LOOK_S, FIRST_LOOK_BATCHES = 10.0, 50
 """After so much training, the sooner of both, something can be said."""
 LOOK_EVERY_S = 0.02
 """So often a batch is looked at more closely: with its CPU times, which take 10 us."""
-READ_EVERY_S = 0.5
-"""So often the CPU times of this process and of torch's workers are read: 20 us a process, and a thread of a worker."""
-GPU_EVERY_S = 2.0
-"""So often NVML is asked how busy the GPU was since the last time, once the script uses CUDA."""
 WAITS_FOR_A_THREAD = {("threading.py", "join"), ("_base.py", "result"), ("base_events.py", "run_forever")}
 """Where the main thread is while another one trains; beside one that reads ahead, it trains."""
 WATCH = "_autotune_loader_watch"
@@ -46,35 +40,14 @@ WATCH = "_autotune_loader_watch"
 log = logging.getLogger(__name__)
 
 
-class CpuOfBatches:
-    """CPU times of those batches that were clocked."""
-
-    def __init__(self) -> None:
-        self.batches = self.cpu_s = self.queued_s = 0.0
-
-    def add(self, batches: float, before: CpuTimes, after: CpuTimes) -> None:
-        self.batches += batches
-        self.cpu_s += after.cpu_s - before.cpu_s
-        self.queued_s += after.queued_s - before.queued_s
-
-    @property
-    def of_one(self) -> CpuTimes | None:
-        """The mean; None where none was clocked."""
-        return CpuTimes(self.cpu_s / self.batches, self.queued_s / self.batches) if self.batches else None
-
-
-class ScriptLoader:
+class ScriptLoader(LoopFigures):
     """A loader as people know it: by the line that makes it, however often it is made anew; it is not kept alive.
 
     Attributes:
-        site, name, own: where it is made and what it reads; as people read it; its settings, as the script has them.
+        site, name: where it is made and what it reads; as people read it.
         first_look: called now and then, until something can be said of it.
-        in_loop: CPU times of making batches, or of receiving them, in the loop's own thread.
-        in_workers: of making them in torch's workers.
-        read_s, busy_s: seconds in which CPU times were read; of CPU that this process and torch's workers took meanwhile.
-        gpu_s, gpu_busy_s: seconds of which NVML has told how busy the GPU was, and in which it was.
+        peers: all loaders of its process.
         next_look_s: when a batch is looked at more closely again, be it of a later epoch.
-        batch_bytes: of its first batch.
         epoch_samples: of the epochs that were not left early.
         delivered: batches of a stream by the number of the worker that made them.
         ahead, reader: batches that a thread took ahead of the training; the name of the first such thread.
@@ -85,14 +58,19 @@ class ScriptLoader:
         owner, dataset, watch: the latest loader, its data and the `Watch` of its latest iterator, as weak references.
     """
 
-    def __init__(self, site: Site, name: str, own: LoaderConfig, first_look: Callable[[ScriptLoader], None]) -> None:
-        self.site, self.name, self.own, self.log = site, name, own, Log()
+    def __init__(
+        self,
+        site: Site,
+        name: str,
+        own: LoaderConfig,
+        first_look: Callable[[ScriptLoader], None],
+        peers: Sequence[ScriptLoader] = (),
+    ) -> None:
+        super().__init__(own)
+        self.site, self.name, self.peers = site, name, peers
         self.first_look: Callable[[ScriptLoader], None] | None = first_look
-        self.in_loop, self.in_workers = CpuOfBatches(), CpuOfBatches()
-        self.read_s = self.busy_s = self.gpu_s = self.gpu_busy_s = 0.0
         self.next_look_s = 0.0
         self.waiting_since: float | None = None
-        self.batch_bytes: int | None = None
         self.epoch_samples, self.delivered = set[int](), Counter[int]()
         self.ahead = 0
         self.reader: str | None = None
@@ -115,6 +93,11 @@ class ScriptLoader:
         """What tuning has found, as far as it is told."""
         is_new = self._shown is not None and self.found.gain is None
         return self._shown if is_new else self.found
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether worker processes have made any of its batches, also those of AutoLoader."""
+        return super().has_workers or (self.found is not None and self.found.best.num_workers > 0)
 
     @property
     def is_running(self) -> bool:
@@ -152,22 +135,26 @@ class Watch:
 
     Attributes:
         is_noted: whether the iterator, one of ours, notes its batches in the loader's log itself.
+        loop: over the present epoch.
+        is_stream: whether the dataset is iterable.
+        sizes: samples of the batches whose indices were drawn.
+        workers: torch's.
+        message: the number of the batch that came last.
     """
 
     def __init__(self, known: ScriptLoader, loader: Any, begun: float, iterator: Any = None) -> None:
         size = getattr(loader, "batch_size", None)
         own = getattr(iterator, "_log", None)
-        self.is_noted = own is known.log
-        if isinstance(own, Log):
+        self.is_noted, count = own is known.log, 0
+        if isinstance(own, type(known.log)):
             known.log.parent = own.parent
-        elif loader.num_workers:
+        elif count := loader.num_workers:
             known.log.workers_start(getattr(loader, "multiprocessing_context", None))
+            known.log.workers = count
         self._known, self._size = known, size if isinstance(size, int) else 0
         self.is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-        self.sizes = deque[int]()
-        """Samples of the batches whose indices were drawn."""
-        self._workers: Sequence[Any] = ()
-        """Processes of torch's that make the batches."""
+        self.sizes, self.message = deque[int](), -1
+        self.workers = Workers(known, iterator, count)
         self.loop = iterator._loop if self.is_noted else known.log.begin(begun)
         self._begin(begun)
 
@@ -176,8 +163,7 @@ class Watch:
         self._thread = threading.get_ident()
         self._is_beside = self._thread != threading.main_thread().ident
         self.sizes.clear()
-        self._reading: tuple[float, int, dict[int, CpuTimes]] | None = None
-        self._next_reading_s = self._gpu_since = now
+        self.workers.begin(now)
         self._known.waiting_since = now
 
     def reset(self, iterator: Any, reset: Callable[[], None]) -> None:
@@ -188,7 +174,8 @@ class Watch:
                 self.loop = self._known.log.begin(now)
             self._begin(now)
         reset()
-        self._is_started, self._workers = True, getattr(iterator, "_workers", ())
+        self.workers.started(iterator)
+        self._is_started = True
         if self.is_noted:
             self.loop = iterator._loop
         else:
@@ -203,18 +190,26 @@ class Watch:
         if self._is_beside or threading.get_ident() != self._thread:
             self._read_by_thread()
         asked_cpu = self._look(asked) if asked >= known.next_look_s else None
+        cpu_s = 0.0 if self.workers.asked else time.thread_time()
         try:
             batch = fetch(iterator)
         except StopIteration:
             if not was_over:
                 loop.end(time.monotonic())
                 known.epoch_samples.add(self._samples)
+                self.workers.gather()
             raise
         finally:
             known.waiting_since = None
         received = time.monotonic()
         if not self.is_noted:
-            loop.receive(received, self.count(iterator, batch))
+            number = -1
+            if self.workers.asked:
+                number = iterator._rcvd_idx - 1 if getattr(iterator, "_in_order", True) else self.message
+            else:
+                cpu_s = time.thread_time() - cpu_s
+            history = self.workers.history(number, asked, received, cpu_s)
+            loop.receive(received, self.count(iterator, batch), *history)
         if asked_cpu is not None:
             self._clocked(received, batch, asked_cpu)
         return batch
@@ -225,10 +220,10 @@ class Watch:
         self._samples += size
         return size
 
-    def delivered(self, iterator: Any, message: Any) -> None:
-        """A worker of a stream has sent something; the end of its shard is no batch."""
-        number, data = message
-        if type(number) is int and type(data).__name__ != "_IterableDatasetStopIteration":
+    def came(self, iterator: Any, number: Any, data: Any) -> None:
+        """A worker has sent something; the end of its shard is no batch."""
+        self.message = number
+        if self.is_stream and type(number) is int and type(data).__name__ != "_IterableDatasetStopIteration":
             self._known.delivered[iterator._task_info[number][0]] += 1
 
     def _size_of(self, iterator: Any, batch: Any) -> int:
@@ -249,75 +244,26 @@ class Watch:
         if known.reader is None:
             known.reader = next((each.name for each in threading.enumerate() if each.ident == thread), str(thread))
 
-    def _look(self, now: float) -> CpuTimes:
+    def _look(self, now: float) -> Any:
         """Now and then: whether something can be said of the loader, and what CPU its batches take."""
         self._known.next_look_s = now + LOOK_EVERY_S
         if self._known.first_look is not None:
             self._known.first_look(self._known)
-        return CpuTimes.of_thread()
+        return self._known.clock()
 
-    def _clocked(self, now: float, batch: Any, asked: CpuTimes) -> None:
+    def _clocked(self, now: float, batch: Any, asked: Any) -> None:
         """A batch whose CPU time was clocked."""
-        self._known.in_loop.add(1, asked, CpuTimes.of_thread())
+        known = self._known
+        known.clocked(asked)
         try:
-            if self._known.batch_bytes is None:
-                self._known.batch_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
-            if now >= self._next_reading_s:
-                self._next_reading_s = now + READ_EVERY_S
-                self._read(now)
+            known.look_into(batch)
+            if now >= known.next_read_s:
+                self.workers.look(now, self.loop.batches)
+                for other in known.peers:
+                    if other is not known and (watch := other.watch()) is not None:
+                        watch.workers.look_at_idle(now, watch.loop.moment, known.log.totals.active_s)
         except Exception:  # whatever it is, it is no reason to end somebody's training
             log.debug("a batch was not looked at", exc_info=True)
-
-    def _read(self, now: float) -> None:
-        """What CPU this process and torch's workers took since the last reading; before an epoch's first one they started."""
-        workers = [worker.pid for worker in self._workers if worker.pid is not None]
-        if now >= self._gpu_since + GPU_EVERY_S and torch.cuda.is_initialized():
-            self._read_gpu(now)
-        times = {pid: CpuTimes.of_process(pid) for pid in (os.getpid(), *workers)}
-        if self._reading is not None:
-            then, batches, earlier = self._reading
-            both = earlier.keys() & times.keys()  # the number of workers may have changed
-            self._known.read_s += now - then
-            self._known.busy_s += sum(times[pid].cpu_s - earlier[pid].cpu_s for pid in both)
-            for pid in both & set(workers):
-                self._known.in_workers.add((self.loop.batches - batches) / len(workers), earlier[pid], times[pid])
-        self._reading = now, self.loop.batches, times
-
-    def _read_gpu(self, now: float) -> None:
-        """How busy the GPU was since the last time; where NVML keeps no samples, of late."""
-        begun, self._gpu_since = self._gpu_since, now
-        share = gpu_meter().end(begun, now).utilization
-        if share is None:
-            share = gpu_meter().now().utilization
-        if share is not None:
-            self._known.gpu_s += now - begun
-            self._known.gpu_busy_s += share * (now - begun)
-
-
-@functools.cache
-def gpu_meter() -> GpuMeter:
-    """Of the GPU that is the current one when it is asked for first."""
-    return GpuMeter("cuda")
-
-
-def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    """Dense tensors in Python's own containers and in classes derived from these, whose own methods are not called."""
-    if type(batch) is torch.Tensor:
-        if batch.layout is torch.strided and not batch.is_nested:
-            yield batch
-        return
-    for kind in (list, tuple, dict):
-        if issubclass(type(batch), kind):
-            for each in dict.values(batch) if kind is dict else kind.__iter__(batch):
-                yield from tensors_in(each)
-
-
-def samples_in(batch: Any) -> int:
-    """Samples of a batch that nobody counted: the first dimension of its first tensor, or a list's length; else 0."""
-    first = next((tensor for tensor in tensors_in(batch) if tensor.dim()), None)
-    if first is not None:
-        return first.shape[0]
-    return len(batch) if type(batch) is list else 0
 
 
 def is_main_thread_waiting() -> bool:
@@ -362,10 +308,9 @@ def watched(kind: Any) -> Any:
 
         def _try_get_data(self, *args: Any, **arguments: Any) -> Any:
             found = kind._try_get_data(self, *args, **arguments)
-            watch = self.__dict__[WATCH]
-            if watch.is_stream and found[0]:
+            if found[0]:
                 with contextlib.suppress(Exception):  # torch's own affair
-                    watch.delivered(self, found[1])
+                    self.__dict__[WATCH].came(self, *found[1])
             return found
 
         def _reset(self, *args: Any, **arguments: Any) -> None:

@@ -25,12 +25,13 @@ from autotune_loader import AutoLoader, enable
 from autotune_loader.diagnosis import Caution, Kept
 from autotune_loader.lines import Line
 from autotune_loader.machine.nvml import GpuUse
-from autotune_loader.pipeline import forking
+from autotune_loader.machine.processes import CpuTimes
+from autotune_loader.pipeline import figures, forking
 from autotune_loader.pipeline.loop_log import Marks, Site
 from autotune_loader.values import LoaderConfig
 from autotune_loader.watch import session, watched
 from autotune_loader.watch.hook import active
-from autotune_loader.watch.watched import CpuTimes, ScriptLoader, Watch
+from autotune_loader.watch.watched import ScriptLoader, Watch
 from tests.support.data import Stream
 
 NUMBERS = TensorDataset(torch.arange(48))
@@ -140,7 +141,9 @@ def test_under_run_one_log_has_each_moment_once(workers, monkeypatch, capsys):
         assert known.epoch_samples == {48}
         assert len(log.rows) == 20
         assert not known.is_running
-    assert "TensorDataset[48], batches of 5\n  20 batches in 2 epochs" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "TensorDataset[48], batches of 5\n  Training could win " in told
+    assert "\n  20 batches in 2 epochs" in told
 
 
 @pytest.mark.process
@@ -403,7 +406,9 @@ class FakeLoop:
 
     def __init__(self, batches, monkeypatch):
         self.now, self.cpu, self.told = 0.0, CpuTimes(0.0, 0.0), []
-        monkeypatch.setattr(watched, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(
+            watched, "time", SimpleNamespace(monotonic=lambda: self.now, thread_time=lambda: 0.0)
+        )
         monkeypatch.setattr(CpuTimes, "of_thread", lambda: self.cpu)
         monkeypatch.setattr(CpuTimes, "of_process", lambda _: CpuTimes(self.now / 4, 0.0))
         loader = DataLoader(TensorDataset(torch.arange(8 * batches)), batch_size=8)
@@ -509,7 +514,7 @@ def test_waits_pauses_and_starts_are_told_apart(monkeypatch):
 def test_of_a_batch_dense_tensors_are_looked_at():
     dense, sparse = torch.eye(2), torch.eye(2).to_sparse()
     batch = {"x": [sparse, (dense, 1)], "y": "text"}
-    assert [*map(id, watched.tensors_in(batch))] == [id(dense)]
+    assert [*map(id, figures.tensors_in(batch))] == [id(dense)]
 
 
 class Meter:
@@ -529,14 +534,14 @@ class Meter:
 @pytest.mark.parametrize(("keeps", "uses_cuda"), [(True, True), (False, True), (True, False)])
 def test_nvml_is_asked_every_2_s_at_most(keeps, uses_cuda, monkeypatch):
     meter, loop = Meter(keeps), FakeLoop(60, monkeypatch)
-    monkeypatch.setattr(watched, "gpu_meter", lambda: meter)
+    monkeypatch.setattr(figures, "gpu_meter", lambda: meter)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_cuda)
     for _ in range(60):
         loop.batch(0.1, 0.1)
     assert bool(meter.windows) == uses_cuda
     assert (loop.known.gpu_s > 9.0) == uses_cuda
     assert loop.known.gpu_busy_s == pytest.approx(0.64 * loop.known.gpu_s)
-    assert loop.known.read_s == pytest.approx(11.4)  # AND CPU is read every 0.5 s
+    assert loop.known.read_s == pytest.approx(11.4)  # AND CPU is read every 2 s
     assert loop.known.busy_s == pytest.approx(11.4 / 4)
     # AND each window begins where the one before ended
     assert [begun for begun, _ in meter.windows[1:]] == [end for _, end in meter.windows[:-1]]
@@ -549,8 +554,9 @@ def test_workers_tell_what_cpu_they_take(workers, watching, monkeypatch):
     # GIVEN seconds of CPU between two readings: 0.25 of this process, 0.5 of each worker
     clocks = defaultdict(lambda: itertools.count(0, 0.5), {os.getpid(): itertools.count(0, 0.25)})
     monkeypatch.setattr(CpuTimes, "of_process", lambda pid: CpuTimes(next(clocks[pid]), 0.0))
-    for name in ("READ_EVERY_S", "LOOK_EVERY_S"):
-        monkeypatch.setattr(watched, name, 0.0)
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    for name in ("READ_EVERY_S", "READ_FIRST_S"):
+        monkeypatch.setattr(figures, name, 0.0)
     list(DataLoader(NUMBERS, batch_size=8, num_workers=workers))
     # THEN it is theirs from the first of 6 batches to the last, and each batch counts once
     (known,) = watching.session.loaders
