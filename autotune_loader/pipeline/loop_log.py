@@ -18,6 +18,8 @@ than twice what comes back once in 80 steps: what takes as long every 50 steps i
 from __future__ import annotations
 
 import math
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -43,6 +45,8 @@ LATEST_STEPS = 1_000
 """By so many steps a long one is judged."""
 PAUSE_S, PAUSE_STEPS, PAUSE_USUAL = 0.5, 20.0, 2.0
 """A pause takes longer than this, than so many median steps, and than so many times what comes back often."""
+WAITS_FOR_A_THREAD = {("threading.py", "join"), ("_base.py", "result"), ("base_events.py", "run_forever")}
+"""Where the main thread is while another one trains; beside one that reads ahead, it trains."""
 OFTEN, LEAST_OFTEN = 80, 3
 """What comes once in so many steps comes back often, and has come at least so many times."""
 
@@ -273,6 +277,11 @@ class Loop:
             self.is_over, self._span.moment = True, now
             self._log.marks.note(now, self._end)
 
+    @staticmethod
+    def is_main_thread_waiting() -> bool:
+        """Whether the main thread waits for the end of another one, as where training runs in a thread."""
+        return is_main_thread_waiting()
+
     def _others(self) -> tuple[float, float]:
         """Seconds of loops and of checkpoints within the step that has just ended."""
         loops, received, evaluated_s = beside.loops, self._own_received, 0.0
@@ -386,7 +395,8 @@ _passed: dict[Any, tuple[Any, float]] = {}
 class Marks:
     """Moments of a loop, told in order with the time at which the accelerator has passed them, in seconds of the host's clock.
 
-    Where this process uses none, or a thread takes the batches, a moment is told at once and as it is.
+    Where this process uses none, or a thread takes the batches while the main thread trains, a moment is told at once and as it
+    is.
     """
 
     def __init__(self) -> None:
@@ -451,7 +461,8 @@ class Marks:
 
     def _mark(self) -> Any:
         try:
-            if self._device is None or threading.current_thread() is not threading.main_thread():
+            is_main = threading.current_thread() is threading.main_thread()
+            if self._device is None or not (is_main or is_main_thread_waiting()):
                 return None  # the main thread may capture a graph meanwhile
             module, index = self._device
             event = module.Event(enable_timing=True)
@@ -459,6 +470,16 @@ class Marks:
         except Exception:  # whatever it is, it is no reason to end somebody's training
             return None
         return event
+
+
+def is_main_thread_waiting() -> bool:
+    """Whether the main thread waits for the end of another one, as where training runs in a thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if (os.path.basename(frame.f_code.co_filename), frame.f_code.co_name) in WAITS_FOR_A_THREAD:  # noqa: PTH119
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _device_in_use() -> tuple[Any, int] | None:

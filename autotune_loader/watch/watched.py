@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
-import sys
 import threading
 import time
 import weakref
@@ -32,8 +30,6 @@ FIRST_LOOK_S, FIRST_LOOK_BATCHES = 10.0, 50
 """After so much training, the sooner of both, something can be said."""
 LOOK_EVERY_S = 0.02
 """So often a batch is looked at more closely: with its CPU times, which take 10 us."""
-WAITS_FOR_A_THREAD = {("threading.py", "join"), ("_base.py", "result"), ("base_events.py", "run_forever")}
-"""Where the main thread is while another one trains; beside one that reads ahead, it trains."""
 WATCH = "_autotune_loader_watch"
 """Attribute of an iterator that is watched."""
 
@@ -237,7 +233,7 @@ class Watch:
     def _read_by_thread(self) -> None:
         """A batch is asked for by a thread: it reads ahead, unless the main thread waits for its end, so that it trains."""
         known, thread = self._known, threading.get_ident()
-        if thread == self._thread and is_main_thread_waiting():
+        if thread == self._thread and self.loop.is_main_thread_waiting():
             self._is_beside = False
             return
         known.ahead += 1
@@ -264,16 +260,6 @@ class Watch:
                         watch.workers.look_at_idle(now, watch.loop.moment, known.log.totals.active_s)
         except Exception:  # whatever it is, it is no reason to end somebody's training
             log.debug("a batch was not looked at", exc_info=True)
-
-
-def is_main_thread_waiting() -> bool:
-    """Whether the main thread waits for the end of another one, as where training runs in a thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if (os.path.basename(frame.f_code.co_filename), frame.f_code.co_name) in WAITS_FOR_A_THREAD:  # noqa: PTH119
-            return True
-        frame = frame.f_back
-    return False
 
 
 def watch_iterator(iterator: Any, known: ScriptLoader, loader: Any, begun: float) -> None:

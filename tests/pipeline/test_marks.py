@@ -1,5 +1,6 @@
 """A log's seconds are the device's where one may be asked, and the host's where there is none."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -66,8 +67,9 @@ def test_the_loop_waits_when_the_device_does(device, fetch_s, step_s, sync_every
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_otherwise_the_hosts_clock_counts(device, is_lost):
-    # GIVEN a lost device, or a thread that takes the batches
+def test_otherwise_the_hosts_clock_counts(device, is_lost, monkeypatch):
+    # GIVEN a lost device, or a thread that takes the batches while the main thread trains
+    monkeypatch.setattr(loop_log, "is_main_thread_waiting", lambda: False)
     log, device.is_lost = Log(), is_lost
     with ThreadPoolExecutor() as threads:
         run = (lambda function, *what: function(*what)) if is_lost else threads.submit
@@ -76,6 +78,16 @@ def test_otherwise_the_hosts_clock_counts(device, is_lost):
     assert log.totals.batches == 100
     assert log.totals.waited_s == pytest.approx(100 * 0.009)
     assert log.totals.stepped_s == pytest.approx(100 * LAUNCH_S)
+
+
+def test_a_training_thread_counts_as_the_device_does(device):
+    """As with Ray Train, whose main thread waits for it."""
+    log = Log()
+    thread = threading.Thread(target=looped, args=(device, 0.009, 0.1, log))
+    thread.start()
+    thread.join()
+    settled(device, log)
+    assert log.totals.stepped_s == pytest.approx(100 * 0.1)
 
 
 @pytest.mark.parametrize("clock_speed", [0.9, 1.1])
