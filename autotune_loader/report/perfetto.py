@@ -10,16 +10,16 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from autotune_loader.values import MAIN_PROCESS, PINNING_THREAD, BatchTrace, replacing, spans_of
 
 IDS = 1000
 """From the id of a process to the next: more than any has threads, as an id of a thread stands once in a file."""
-MOST_READY = 64
-"""Batches ahead of the loop that are looked at."""
-FLOWS = {"collate": ("flow_out",), "pin": ("flow_in", "flow_out"), "step": ("flow_in",)}
+FEWEST = 8
+"""Batches in a row without which it is not known how many are ready: beside fewer lie more that were not kept."""
+FLOWS = {"fetch": ("flow_out",), "pin": ("flow_in", "flow_out"), "step": ("flow_in",)}
 """The way of a batch that arrows show. A wait has none: it may begin before its batch does."""
 
 
@@ -104,8 +104,9 @@ def _events(loader: LoaderTrace, pid: int, at: Callable[[float], int]) -> Iterat
         of_fetch = {"samples": row.samples, "cpu_ms": _ms(row.cpu_s), "wait_ms": _ms(row.wait_s)}
         for activity, process, begin, end in spans_of(row):
             if activity == "send":
-                yield event("b", activity, begin, id=flow, cat=activity, args={**args, "worker": process})
-                yield event("e", activity, max(begin, end), id=flow, cat=activity)
+                here = {"local": number}
+                yield event("b", activity, begin, id2=here, cat=activity, args={**args, "worker": process})
+                yield event("e", activity, max(begin, end), id2=here, cat=activity)
                 continue
             arrows = FLOWS.get(activity, ()) if row.worker != MAIN_PROCESS else ()
             more = {"bind_id": flow, **dict.fromkeys(arrows, True)} if arrows else {}
@@ -118,11 +119,18 @@ def _ms(seconds: float) -> float:
 
 
 def _ready(rows: Mapping[int, BatchTrace]) -> Iterator[tuple[float, int]]:
-    """Batches that are whole as the loop asks for one; not told where it may be that more are, which were not kept."""
+    """Seconds, and how many batches are whole and wait for the loop: while the last of a run of batches is not one of them,
+    as those that come next were not kept.
+    """
     for _, each in groupby(enumerate(rows.items()), lambda placed: placed[1][0] - placed[0]):
         run = [row for _, (_, row) in each if row.worker != MAIN_PROCESS]
-        whole = [row.ready for row in run]
-        for place, row in enumerate(run):
-            ready = sum(moment <= row.requested for moment in whole[place : place + MOST_READY])
-            if place + ready < len(run):
-                yield row.requested, ready
+        if len(run) >= FEWEST:
+            changes = [(row.ready, 1) for row in run] + [(row.received, -1) for row in run]
+            changes.sort(key=lambda change: (change[0], -change[1]))
+            counts = accumulate(change for _, change in changes)
+            known = (run[0].requested, run[-1].ready)
+            yield from (
+                (moment, count)
+                for (moment, _), count in zip(changes, counts, strict=True)
+                if known[0] <= moment <= known[1]
+            )
