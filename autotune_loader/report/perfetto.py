@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
+from math import isfinite
 from typing import Any
 
 from autotune_loader.values import MAIN_PROCESS, PINNING_THREAD, BatchTrace, replacing, spans_of
@@ -34,7 +35,7 @@ class LoaderTrace:
     intervals: Sequence[tuple[str, float, float]] = ()
     """Name, begin and end of epochs, evaluations and checkpoints; two of them overlap only where one lies in the other."""
     counters: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """By the name of each: seconds, and the value from then on."""
+    """By the name of each, in order: seconds, and the value from then on."""
 
 
 def write_trace(path: str | os.PathLike[str], loaders: Sequence[LoaderTrace]) -> None:
@@ -93,7 +94,7 @@ def _events(loader: LoaderTrace, pid: int, at: Callable[[float], int]) -> Iterat
         yield {**to, "name": f"{kind}_sort_index", "args": {"sort_index": tid}}
     yield from (span(*each) for each in loader.intervals)
     for name, values in (*loader.counters.items(), ("ready batches", _ready(loader.rows))):
-        yield from (event("C", name, moment, args={"": value}) for moment, value in values)
+        yield from (event("C", name, moment, args={"": value}) for moment, value in values if isfinite(value))
     before, last = 0, None
     for number, row in loader.rows.items():
         if last is not None and number > before + 1:
@@ -104,7 +105,7 @@ def _events(loader: LoaderTrace, pid: int, at: Callable[[float], int]) -> Iterat
         of_fetch = {"samples": row.samples, "cpu_ms": _ms(row.cpu_s), "wait_ms": _ms(row.wait_s)}
         for activity, process, begin, end in spans_of(row):
             if activity == "send":
-                here = {"local": number}
+                here = {"local": str(number)}
                 yield event("b", activity, begin, id2=here, cat=activity, args={**args, "worker": process})
                 yield event("e", activity, max(begin, end), id2=here, cat=activity)
                 continue
