@@ -125,13 +125,8 @@ def _ready(rows: Mapping[int, BatchTrace]) -> Iterator[tuple[float, int]]:
     """
     for _, each in groupby(enumerate(rows.items()), lambda placed: placed[1][0] - placed[0]):
         run = [row for _, (_, row) in each if row.worker != MAIN_PROCESS]
-        if len(run) >= FEWEST:
-            changes = [(row.ready, 1) for row in run] + [(row.received, -1) for row in run]
-            changes.sort(key=lambda change: (change[0], -change[1]))
-            counts = accumulate(change for _, change in changes)
-            known = (run[0].requested, run[-1].ready)
-            yield from (
-                (moment, count)
-                for (moment, _), count in zip(changes, counts, strict=True)
-                if known[0] <= moment <= known[1]
-            )
+        changes = sorted([(row.ready, -1) for row in run] + [(row.received, 1) for row in run])
+        taken = accumulate(change for _, change in changes)
+        for (moment, _), count in zip(changes, taken, strict=True):
+            if len(run) >= FEWEST and run[0].requested <= moment <= run[-1].ready:
+                yield moment, -count

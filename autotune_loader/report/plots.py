@@ -18,6 +18,7 @@ from autotune_loader.report.text import tail_of
 from autotune_loader.results.record import TuningRecord
 from autotune_loader.values import (
     MAIN_PROCESS,
+    PINNING_THREAD,
     BatchTrace,
     LoaderConfig,
     Measurement,
@@ -188,7 +189,7 @@ def plot_timeline(result: TuningRecord, trial: int | None = None) -> Figure:
         partial(_timeline, measurement.traces, rows),
         width=9.0,
         height=1.8 + 0.36 * len(rows),
-        legend_columns=5,
+        legend_columns=3 if PINNING_THREAD in rows else 5,
     )
 
 
@@ -242,7 +243,7 @@ def _spans(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Span]]:
         for span in spans_of(trace):
             yield number, span
             if span.process != MAIN_PROCESS and span.activity != "send":
-                seen_until[span.process] = span.end
+                seen_until[span.process] = max(span.end, seen_until.get(span.process, span.end))
     yield from ((1, Span("unseen", process, end, traces[-1].step_end)) for process, end in seen_until.items())
 
 

@@ -37,8 +37,8 @@ class Sampled:
         self._most, self._every, self._rare_times = most, 1, RARE
         self._times_of_rare: dict[int, float] = {}
         self._last: list[tuple[float, float, float]] = []
-        self._usual = (0.0, 0.0, 0.0)  # seconds of wait, service and step
-        self._limits = (-math.inf, 0.0, 0.0)  # a batch beyond one of these is rare: at first each is
+        self._usual: tuple[float, ...] = (0.0, 0.0, 0.0)  # seconds of wait, service and step
+        self._limits: tuple[float, ...] = (-math.inf, 0.0, 0.0)  # a batch beyond one of these is rare: at first each is
 
     def add(self, row: BatchTrace) -> None:
         """Take a batch, in the order of delivery, and keep it or not."""
@@ -61,13 +61,9 @@ class Sampled:
     def _learn(self) -> None:
         wait_s, service_s, step_s = (sorted(each)[int(USUAL * LAST)] for each in zip(*self._last, strict=True))
         least_s = LEAST * (wait_s + step_s) + 1e-6
-        self._usual = max(wait_s, least_s), max(service_s, least_s), max(step_s, least_s)
+        self._usual = tuple(max(each, least_s) for each in (wait_s, service_s, step_s))
+        self._limits = tuple(self._rare_times * each for each in self._usual)
         self._last.clear()
-        self._limit()
-
-    def _limit(self) -> None:
-        wait_s, service_s, step_s = self._usual
-        self._limits = self._rare_times * wait_s, self._rare_times * service_s, self._rare_times * step_s
 
     def _thin(self) -> None:
         self._every *= 2
@@ -75,7 +71,7 @@ class Sampled:
             self._rare_times *= 2
             rare = self._times_of_rare.items()
             self._times_of_rare = {number: times for number, times in rare if times > self._rare_times}
-        self._limit()
+        self._limits = tuple(self._rare_times * each for each in self._usual)
         kept = self._times_of_rare
         self.rows = {
             number: row for number, row in self.rows.items() if number in kept or number // RUN % self._every == 0
