@@ -71,7 +71,6 @@ class Sampled:
             self._rare_times *= 2
             rare = self._times_of_rare.items()
             self._times_of_rare = {number: times for number, times in rare if times > self._rare_times}
-        self._limits = tuple(self._rare_times * each for each in self._usual)
         kept = self._times_of_rare
         self.rows = {
             number: row for number, row in self.rows.items() if number in kept or number // RUN % self._every == 0

@@ -101,9 +101,23 @@ def test_waits_that_come_in_waves_are_usual():
     """Four workers deliver together: each fourth wait is long."""
     kept = Sampled(1000)
     for number in range(1, 9001):
-        kept.add(batch(number, wait_s=2e-4 if number % 4 else 0.03, step_s=0.001))
+        service_s = 0.035 if number % 2000 else 0.14
+        wait_s = 2e-4 if number % 4 else 0.03
+        kept.add(batch(number, wait_s, service_s, step_s=0.001))
+    rare = {2000, 4000, 6000, 8000}
+    assert rare - kept.rows.keys() == set()
     assert Counter(number % 4 for number in kept.rows).keys() == {0, 1, 2, 3}
-    assert {number // RUN % 16 for number in kept.rows if number > LAST} == {0}
+    assert {number // RUN % 16 for number in kept.rows if number > LAST} - {
+        number // RUN % 16 for number in rare
+    } == {0}
+
+
+def test_what_is_usual_changes_with_the_training():
+    kept = Sampled(1000)
+    for number in range(1, 20_001):
+        kept.add(batch(number, service_s=0.035 if number < 3000 else 0.35))
+    late = [number for number in kept.rows if number > 3000 + LAST]
+    assert {number // RUN % 32 for number in late} == {0}
 
 
 def test_where_many_are_rare_the_rarest_stay():
@@ -114,4 +128,5 @@ def test_where_many_are_rare_the_rarest_stay():
         kept.add(batch(number, service_s=0.035 * times))
         assert len(kept.rows) <= 1000
     assert set(range(144, 30_001, 144)) - kept.rows.keys() == set()
+    assert sum(number % 12 > 0 for number in kept.rows) > 200
     assert list(kept.rows) == sorted(kept.rows)
