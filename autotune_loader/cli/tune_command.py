@@ -29,6 +29,7 @@ _ALLOW = f"Search this, too, although it changes training: {', '.join(ALLOWABLE)
     "tune",
     option("factory", metavar="MODULE:FUNCTION", help="package.module:function or path/to/file.py:function"),
     option("-o", "--output", metavar="FILE", help="Write the settings here.  [default: loader.json]"),
+    option("--trace", metavar="FILE", help="Write a trace of all trials for ui.perfetto.dev here."),
     option("--budget", metavar="TIME", help=BUDGET.format("60s")),
     option("--max-workers", metavar="N", type=partial(count, least=0), help="At most this many workers."),
     option("--allow", metavar="WHAT", action="append", choices=ALLOWABLE, help=_ALLOW),

@@ -12,17 +12,29 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.diagnosis.units import counted, number_text, rate_text, ratio_text, seconds_text, share_text
+from autotune_loader.report.perfetto import processes_of
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.report.text import tail_of
 from autotune_loader.results.record import TuningRecord
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderConfig, Measurement, MissingExtraError, StageTime
+from autotune_loader.values import (
+    MAIN_PROCESS,
+    PINNING_THREAD,
+    BatchTrace,
+    LoaderConfig,
+    Measurement,
+    MissingExtraError,
+    Span,
+    StageTime,
+    spans_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Colours that colour-blind people tell apart (Okabe and Ito, "Color universal design", 2008).
-BLACK, ORANGE, SKY, BLUE, VERMILLION, PURPLE = "#000000", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#CC79A7"
+BLACK, ORANGE, SKY, GREEN, BLUE = "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2"
+VERMILLION, PURPLE = "#D55E00", "#CC79A7"
 PALE_GREY, GREY, DARK_GREY = "#E5E5E5", "#999999", "#555555"  # background and secondary text
 # One look for all pictures, which neither reads nor changes the user's settings of matplotlib.
 STYLE = {
@@ -58,6 +70,7 @@ ACTIVITIES = {  # colour and legend, in the order of drawing
     "step": (BLUE, "training step"),
     "fetch": (PURPLE, "samples are fetched"),
     "collate": (SKY, "batch is collated"),
+    "pin": (GREEN, "batch is pinned"),
     "unseen": (PALE_GREY, "not seen"),
 }
 
@@ -156,12 +169,13 @@ def _stages(stages: tuple[StageTime, ...], axes: Axes) -> None:
 
 
 def plot_timeline(result: TuningRecord, trial: int | None = None) -> Figure:
-    """A row for the training loop and for each worker that made one of the last batches.
+    """A row for the training loop, for the thread that pins, and for each worker that made one of the last batches.
 
         training loop   waits ▒▒▒ steps ██ steps ██ waits ▒ steps ██
         worker 0        fetch ████████ collate ▓ fetch ███████ ...
 
-    Bars have the number of their batch where there is room; those of earlier batches are pale.
+    Bars have the number of their batch where there is room; those of earlier batches are pale. Sending is not drawn, as it
+    would lie over what a worker does next.
     """
     config, measurement = _traced_trial(result, trial)
     shown = measurement.traces[-MAX_BATCHES:]
@@ -169,13 +183,13 @@ def plot_timeline(result: TuningRecord, trial: int | None = None) -> Figure:
     waits = share_text(waited_s / (waited_s + sum(trace.step_s for trace in shown)))
     title = f"The last {counted(len(shown), 'batch')} of a trial: {config}\nThe training loop waits {waits} of the time shown"
     reported = share_text((result.measurement_of(config) or measurement).wait_share)
-    rows = {worker: row for row, worker in enumerate(sorted({MAIN_PROCESS, *(trace.worker for trace in shown)}))}
+    rows = processes_of(shown)
     return _picture(
         title if waits == reported else f"{title} ({reported} over whole trials)",
         partial(_timeline, measurement.traces, rows),
         width=9.0,
         height=1.8 + 0.36 * len(rows),
-        legend_columns=5,
+        legend_columns=3 if PINNING_THREAD in rows else 5,
     )
 
 
@@ -197,14 +211,16 @@ def _traced_trial(result: TuningRecord, number: int | None) -> tuple[LoaderConfi
     return chosen[-1] if chosen else max(traced.values(), key=lambda trial: trial[1].samples_per_s.value)
 
 
-def _timeline(traces: Sequence[BatchTrace], rows: Mapping[int, int], axes: Axes) -> None:
+def _timeline(traces: Sequence[BatchTrace], names: Mapping[int, str], axes: Axes) -> None:
     """Without workers the loop fetches while it waits: those bars are drawn narrower, on top of the wait."""
+    rows, spans = {process: row for row, process in enumerate(names)}, list(_spans(traces))
     shown = traces[-MAX_BATCHES:]
     start, end = min(min(trace.fetch_start, trace.requested) for trace in shown), shown[-1].step_end
     for activity, (colour, label) in ACTIVITIES.items():
         is_numbered = activity in ("step", "fetch") or (activity == "wait" and len(rows) > 1)
-        bars = [span for span in _spans(traces, activity) if span[1] in rows and start < span[3] and span[2] < end]
-        for number, worker, begun, ended in bars:
+        of_it = [(number, span) for number, span in spans if span.activity == activity and span.process in rows]
+        bars = [(number, span) for number, span in of_it if start < span.end and span.begin < end]
+        for number, (_, worker, begun, ended) in bars:
             row, length, alpha = rows[worker], ended - begun, 1 if number > 0 else PALE
             height = 0.4 if worker == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
             place: dict[str, Any] = {"left": begun - start, "edgecolor": "white", "linewidth": 0.4}
@@ -214,27 +230,21 @@ def _timeline(traces: Sequence[BatchTrace], rows: Mapping[int, int], axes: Axes)
                 axes.text(begun - start + length / 2, row, str(number), color=ink, ha="center", va="center", fontsize=7)
         if bars:
             axes.barh(0, 0, color=colour, label=label)
-    names = ["training loop" if worker == MAIN_PROCESS else f"worker {worker}" for worker in rows]
-    axes.set_yticks(list(rows.values()), names)
+    axes.set_yticks(list(rows.values()), list(names.values()))
     axes.set(xlabel="seconds", xlim=(0, end - start), ylim=(len(rows) - 0.5, -0.5))
     axes.grid(axis="y", visible=False)
 
 
-def _spans(traces: Sequence[BatchTrace], activity: str) -> Iterator[tuple[int, int, float, float]]:
-    """(batch, process, begin, end) of each span of an activity; the first batch that is shown has number 1."""
-    if activity == "unseen":
-        yield 1, MAIN_PROCESS, min(trace.fetch_start for trace in traces), traces[0].requested
-        last_seen = {trace.worker: trace.collate_end for trace in traces if trace.worker != MAIN_PROCESS}
-        yield from ((1, worker, seen_until, traces[-1].step_end) for worker, seen_until in last_seen.items())
-        return
+def _spans(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Span]]:
+    """Each span with the number of its batch; the first batch that is shown has number 1."""
+    yield 1, Span("unseen", MAIN_PROCESS, min(trace.fetch_start for trace in traces), traces[0].requested)
+    seen_until: dict[int, float] = {}
     for number, trace in enumerate(traces, 1 - max(0, len(traces) - MAX_BATCHES)):
-        spans = {
-            "wait": (MAIN_PROCESS, trace.requested, trace.received),
-            "step": (MAIN_PROCESS, trace.received, trace.step_end),
-            "fetch": (trace.worker, trace.fetch_start, trace.fetch_end),
-            "collate": (trace.worker, trace.fetch_end, trace.collate_end),
-        }
-        yield number, *spans[activity]
+        for span in spans_of(trace):
+            yield number, span
+            if span.process != MAIN_PROCESS and span.activity != "send":
+                seen_until[span.process] = max(span.end, seen_until.get(span.process, span.end))
+    yield from ((1, Span("unseen", process, end, traces[-1].step_end)) for process, end in seen_until.items())
 
 
 def _picture(

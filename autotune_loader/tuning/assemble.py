@@ -11,6 +11,7 @@ from autotune_loader.bursts.settings import LACKS
 from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
 from autotune_loader.diagnosis.judge import changes_in_training, source_of
+from autotune_loader.report.perfetto import LoaderTrace, write_trace
 from autotune_loader.report.result import TuningResult
 from autotune_loader.results.record import Finding, Status
 from autotune_loader.search.belief import CERTAIN, Belief
@@ -169,14 +170,35 @@ def _cautions(search: Search, best: LoaderConfig) -> Iterator[Finding]:
         yield Caution.FAILED(trials=len(messages), kind=kind, message=messages[0])
 
 
-def saved(result: TuningResult, output: str | None) -> TuningResult:
+def saved(result: TuningResult, output: str | None, trace: str | None = None) -> TuningResult:
     """The result, written where that was asked for. A disk that is full by now costs a warning, not the result."""
-    if output is None:
-        return result
-    try:
-        result.save(output)
-    except OSError as error:
-        told = Caution.NOT_WRITTEN(path=output, why=error.strerror or type(error).__name__)
-        log.warning("%s", told.sentence)
-        return replace(result, warnings=(*result.warnings, told))
+    if trace is not None:
+        try:
+            write_trace(trace, traced(result))
+        except OSError as error:
+            result = _warned(result, Caution.NOTE(text=f"{trace} was not written ({_why(error)})."))
+    if output is not None:
+        try:
+            result.save(output)
+        except OSError as error:
+            result = _warned(result, Caution.NOT_WRITTEN(path=output, why=_why(error)))
     return result
+
+
+def traced(result: TuningResult) -> list[LoaderTrace]:
+    """The single batches of each trial that has some."""
+    trials = [(trial, trial.measurement.traces) for trial in result.trials if trial.measurement]
+    return [
+        LoaderTrace(f"trial {trial.number}: {trial.config}", dict(enumerate(traces, 1)))
+        for trial, traces in trials
+        if traces
+    ]
+
+
+def _warned(result: TuningResult, told: Finding) -> TuningResult:
+    log.warning("%s", told.sentence)
+    return replace(result, warnings=(*result.warnings, told))
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or type(error).__name__

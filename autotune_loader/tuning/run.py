@@ -45,6 +45,7 @@ class TuneOptions:
         allow: object = (),
         tolerance: float = 0.02,
         output: Any = None,
+        trace: Any = None,
         progress: bool | None = None,
     ) -> None:
         require_int("max_workers", max_workers, minimum=0, or_none=True)
@@ -55,13 +56,15 @@ class TuneOptions:
             require_choice("allow", name, ALLOWABLE)
         is_share = isinstance(tolerance, (int, float)) and 0 <= tolerance < 1
         refuse(not is_share, f"tolerance={tolerance!r} must be at least 0 and below 1", "tolerance=0.02", ValueError)
-        is_path = output is None or isinstance(output, (str, os.PathLike))
-        refuse(not is_path, f"output={output!r} is not a path", "output='loader.json'")
+        for name, path, works in (("output", output, "loader.json"), ("trace", trace, "trace.json")):
+            is_path = path is None or isinstance(path, (str, os.PathLike))
+            refuse(not is_path, f"{name}={path!r} is not a path", f"{name}={works!r}")
         if progress is not None:
             require_bool("progress", progress)
         self.budget_s, self.max_workers, self.allow = _seconds_of(budget), max_workers, frozenset(names)
         self.tolerance, self.progress = tolerance, progress
         self.output: str | None = None if output is None else os.fsdecode(output)
+        self.trace: str | None = None if trace is None else os.fsdecode(trace)
 
 
 def _seconds_of(budget: object) -> float:

@@ -51,6 +51,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
     study: optuna.Study | None = None,
     sampler: optuna.samplers.BaseSampler | None = None,
     output: str | os.PathLike[str] | None = None,
+    trace: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> TuningResult:
     """Find the cheapest DataLoader settings that are as fast as any on this machine.
@@ -87,6 +88,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
             it repeats itself; then A/B rounds of its best are enqueued.
         output: Path of the `loader.json` to write. If it exists and fits job and machine, its settings are tried
             first.
+        trace: Path of a JSON file for https://ui.perfetto.dev to write: when each worker of each trial loaded, and when the
+            training loop waited and stepped.
         progress: Whether to print a line for each trial to stderr. `None`: on a terminal and in a notebook.
 
     Returns:
@@ -101,7 +104,13 @@ def tune(  # noqa: PLR0913 - all that a user may say
     called = time.monotonic()
     check_study(study, sampler)
     options = TuneOptions(
-        budget=budget, max_workers=max_workers, allow=allow, tolerance=tolerance, output=output, progress=progress
+        budget=budget,
+        max_workers=max_workers,
+        allow=allow,
+        tolerance=tolerance,
+        output=output,
+        trace=trace,
+        progress=progress,
     )
     workload = make_workload(
         data,
@@ -119,6 +128,8 @@ def tune(  # noqa: PLR0913 - all that a user may say
         shown = make_progress(options.progress, rank=rank)
         if options.output is not None and not rank:
             require_writable("output", options.output)
+        if options.trace is not None and not rank:
+            require_writable("trace", options.trace, "trace.json")
         machine = inspect_machine(environ=os.environ if ranks is None else ranks.environ)
         shown.announce(f"starting on {machine.usable_cores} usable cores")
         opening = open_probe(workload, machine, machine.memory_budget_bytes, budget_s=options.budget_s)
@@ -142,7 +153,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
                     search.decide()
                     result = assembled(search, time.monotonic() - called)
                 search.tell(result.best)
-                return saved(result, options.output)
+                return saved(result, options.output, options.trace)
 
             return replace(decided(ranks, opened.probe, decide), parts=workload.data.parts)
 

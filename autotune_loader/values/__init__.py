@@ -2,6 +2,7 @@
 
 config.py         the settings of a DataLoader, and checks of arguments
 trace.py          the history of one batch; where a sample's time goes in a worker
+sampled.py        the histories of a long training: rare batches, and a share of the common ones
 measurement.py    a burst: its plan, what it measured or how it failed, and the trial that it is
 statistics.py     intervals, and rounds as effects
 serialization.py  dataclasses as JSON, and as files
@@ -37,7 +38,15 @@ from autotune_loader.values.measurement import (
     Trial,
     averaged,
 )
-from autotune_loader.values.serialization import from_plain, require_writable, to_plain, what_works, write_json
+from autotune_loader.values.sampled import Sampled
+from autotune_loader.values.serialization import (
+    from_plain,
+    replacing,
+    require_writable,
+    to_plain,
+    what_works,
+    write_json,
+)
 from autotune_loader.values.statistics import (
     BURSTS_DIFFER,
     TYPICAL_NOISE,
@@ -53,22 +62,26 @@ from autotune_loader.values.statistics import (
 from autotune_loader.values.trace import (
     MAIN_PROCESS,
     OTHER_THREADS,
+    PINNING_THREAD,
     TRANSFER,
     BatchTrace,
     Seen,
+    Span,
     StageSamples,
     StageTime,
     after_first_of_each,
     pooled,
+    spans_of,
     stage_times,
 )
 
 __all__ = [
-    "ALLOWABLE", "BURSTS_DIFFER", "FOR_AUTOLOADER", "MAIN_PROCESS", "OTHER_THREADS", "TORCH_PREFETCH_FACTOR", "TRANSFER",
-    "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace", "BurstPlan", "ConfigFileError", "Effects", "Failure",
-    "FailureKind", "FailurePhase", "Interval", "LoaderConfig", "MachineMismatchError", "Measurement", "MemoryUse",
-    "MissingExtraError", "PlatformError", "Round", "Seen", "StageSamples", "StageTime", "Trial", "TunerError",
-    "WorkloadError", "after_first_of_each", "averaged", "correlated_mean_interval", "from_plain", "log_ratios",
-    "mean_interval", "nearest", "pooled", "require_bool", "require_choice", "require_int", "require_writable",
-    "stage_times", "student_t_quantile", "to_plain", "what_works", "write_json",
+    "ALLOWABLE", "BURSTS_DIFFER", "FOR_AUTOLOADER", "MAIN_PROCESS", "OTHER_THREADS", "PINNING_THREAD",
+    "TORCH_PREFETCH_FACTOR", "TRANSFER", "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace", "BurstPlan",
+    "ConfigFileError", "Effects", "Failure", "FailureKind", "FailurePhase", "Interval", "LoaderConfig",
+    "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Sampled",
+    "Seen", "Span", "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError", "after_first_of_each",
+    "averaged", "correlated_mean_interval", "from_plain", "log_ratios", "mean_interval", "nearest", "pooled",
+    "replacing", "require_bool", "require_choice", "require_int", "require_writable", "spans_of", "stage_times",
+    "student_t_quantile", "to_plain", "what_works", "write_json",
 ]  # fmt: skip

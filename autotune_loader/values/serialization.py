@@ -11,10 +11,11 @@ import os
 import secrets
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from autotune_loader.values.statistics import Interval
 
@@ -23,18 +24,25 @@ _UNBOUNDED = {"low": -math.inf, "high": math.inf}
 
 
 def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False) -> None:
-    """Write a dataclass as JSON, through a temporary one in the same folder and a rename; `private` for the owner alone.
+    """Write a dataclass as JSON, as `replacing` does; `private` for the owner alone."""
+    text = json.dumps(to_plain(file), indent=2, ensure_ascii=False, allow_nan=False)
+    with replacing(path, private=private) as stream:
+        stream.write(f"{text}\n".encode())
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], *, private: bool = False) -> Iterator[BinaryIO]:
+    """A file to write in the block: a temporary one in the same folder, renamed at the end, and removed by an error.
 
     Where a link leads is written, and the link stays.
     """
     target, temporary = _places(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_plain(file), indent=2, ensure_ascii=False, allow_nan=False)
     try:
         # Not tempfile: its files are private, and the training job may run as somebody else. The umask decides.
         mode = 0o600 if private else 0o666
         with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
-            stream.write(f"{text}\n".encode())
+            yield stream
         temporary.replace(target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

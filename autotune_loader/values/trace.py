@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MAIN_PROCESS = -1
-"""`BatchTrace.worker` of a batch that the consumer fetched itself (0 workers)."""
+MAIN_PROCESS, PINNING_THREAD = -1, -2
+"""In place of a worker: a batch that the consumer fetched itself (0 workers), and a span of the thread that pins."""
 TRANSFER, OTHER_THREADS = "transfer", "other threads"
 """Stages beside the others: a thread writes batches to the queue, and libraries may have threads of their own."""
 OTHERS_SHARE = 0.05
@@ -68,6 +68,31 @@ class BatchTrace(NamedTuple):
     def step_s(self) -> float:
         """Seconds of the training step."""
         return self.step_end - self.received
+
+
+class Span(NamedTuple):
+    """One thing that was done with a batch."""
+
+    activity: str  # "wait" or "step" of the loop, "fetch", "collate" or "send" of a worker, "pin" of the pinning thread
+    process: int  # worker, from 0; `MAIN_PROCESS` or `PINNING_THREAD`
+    begin: float  # in seconds
+    end: float  # in seconds
+
+
+def spans_of(trace: BatchTrace) -> list[Span]:
+    """What was done with a batch. It is sent until the pinning thread has it, or the loop where none pins.
+
+    Only spans of "send" overlap others of their worker, which fetches the next batch meanwhile.
+    """
+    worker, wait = trace.worker, Span("wait", MAIN_PROCESS, trace.requested, trace.received)
+    fetch = Span("fetch", worker, trace.fetch_start, trace.fetch_end)
+    spans = [wait, fetch, Span("collate", worker, trace.fetch_end, trace.collate_end)]
+    if worker != MAIN_PROCESS:
+        until = trace.received if trace.pin_start is None else trace.pin_start
+        spans.append(Span("send", worker, trace.collate_end, until))
+    if trace.pin_start is not None and trace.pin_end is not None:
+        spans.append(Span("pin", PINNING_THREAD, trace.pin_start, trace.pin_end))
+    return [*spans, Span("step", MAIN_PROCESS, trace.received, trace.step_end)]
 
 
 def after_first_of_each(traces: Sequence[BatchTrace]) -> list[BatchTrace]:

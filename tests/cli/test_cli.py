@@ -199,8 +199,9 @@ def test_what_ends_tune_is_told_with_a_code(error, code, told, tune, capsys):
 
 
 TYPED = "--budget=3m --max-workers=4 --output=out.json --allow in_order --allow batch_size"
+TYPED += " --trace=trace.json"
 TYPED_ARGUMENTS = {"budget": "3m", "max_workers": 4, "output": "out.json"}
-TYPED_ARGUMENTS |= {"allow": ["in_order", "batch_size"]}
+TYPED_ARGUMENTS |= {"trace": "trace.json", "allow": ["in_order", "batch_size"]}
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,22 @@ def test_timeline_shows_the_last_ten_batches(trial, number, result):
     assert axes.get_ylim() == (len(rows) - 0.5, -0.5)
 
 
+def test_a_thread_that_pins_has_a_row(result):
+    last = result.trials[10]
+    traces = [
+        each._replace(pin_start=each.collate_end, pin_end=each.collate_end + 1e-4)
+        for each in last.measurement.traces
+    ]
+    pinned = replace(last, measurement=replace(last.measurement, traces=tuple(traces)))
+    axes = replace(result, trials=(pinned,)).plot_timeline().axes[0]
+    rows = [tick.get_text() for tick in axes.get_yticklabels()]
+    assert rows[:2] == ["training loop", "pinning thread"]
+    bars = bars_of(axes, rows)
+    start = min(each.fetch_start for each in traces[-10:])
+    pinned_until = sorted(each.pin_end - start for each in traces[-10:])
+    assert sorted(end for _, end in bars["batch is pinned"]) == pytest.approx(pinned_until)
+
+
 def test_without_the_choice_a_timeline_is_the_fastests(result):
     fastest = max(result.trials, key=lambda trial: trial.samples_per_s or 0.0)
     axes = replace(result, best=LoaderConfig(num_workers=9)).plot_timeline().axes[0]

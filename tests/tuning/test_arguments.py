@@ -98,6 +98,7 @@ WRONG = [
     (ROWS, {"allow": ("in-order",)}, V, "allow='in_order' would work"),
     (ROWS, {"allow": 3}, T, r"allow=3 is not a collection of names; allow=\('in_order',\)"),
     (ROWS, {"output": False}, T, "output=False is not a path; output='loader.json' would work"),
+    (ROWS, {"trace": 3}, T, "trace=3 is not a path; trace='trace.json' would work"),
     (ROWS, {"study": "x.db"}, T, r"study='x.db' is not an optuna.Study; study=optuna.create_"),
     (ROWS, {"study": MINIMIZES}, V, r"^study= must maximise .*direction='maximize'\)"),
     (ROWS, {"sampler": "tpe"}, T, r"sampler='tpe' is not an Optuna sampler; .*TPESampler"),
@@ -118,7 +119,7 @@ def test_what_is_wrong_is_named_with_what_works(data, options, error, says):
 
 def test_tune_has_the_arguments_that_are_promised():
     parts = "data model batch_size collate_fn worker_init_fn train_step loss_fn optimizer device"
-    search = "budget max_workers allow tolerance study sampler output progress"
+    search = "budget max_workers allow tolerance study sampler output trace progress"
     assert " ".join(inspect.signature(tune).parameters) == f"{parts} {search}"
 
 

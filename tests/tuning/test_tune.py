@@ -1,6 +1,7 @@
 """`tune()` and `compare()` from call to file or answer, on simulated machines."""
 
 import itertools
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -144,8 +145,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, is_told):
 def test_an_unwritable_output_is_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "a-file").touch()
     for place in (tmp_path, tmp_path / "a-file" / "loader.json"):
-        with pytest.raises(ValueError, match=r"cannot be written .*='loader.json' would work"):
-            tune(ROWS, batch_size=8, output=place)
+        for name, works in (("output", "loader.json"), ("trace", "trace.json")):
+            told = rf"^{name}=.* cannot be written .*; {name}='{works}' would work"
+            with pytest.raises(ValueError, match=told):
+                tune(ROWS, batch_size=8, **{name: place})
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
     # WHERE nothing can be written into the folder that the job is in THEN another one is proposed
     (gone := tmp_path / "gone").mkdir()
@@ -165,6 +168,25 @@ def test_a_disk_that_fills_up_costs_a_warning(tmp_path, monkeypatch, capsys):
     assert re.search(rf"step: {re.escape(result.step)}; up to \d+ workers$", second)
     assert Caution.NOT_WRITTEN.said_by(result.warnings[-1])
     assert result.rate is not None
+
+
+def test_a_trace_has_every_trials_batches(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "trace.json"
+    result = tuned(monkeypatch, trace=path, budget=4)
+    events = json.loads(path.read_bytes())["traceEvents"]
+    names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
+    assert names == [f"trial {trial.number}: {trial.config}" for trial in result.trials]
+    steps = sum(each["name"] == "step" for each in events)
+    assert steps == sum(len(trial.measurement.traces) for trial in result.trials)
+
+
+def test_a_trace_that_fails_costs_a_warning(tmp_path, monkeypatch):
+    full, path = Mock(side_effect=OSError(28, "No space left on device")), tmp_path / "loader.json"
+    monkeypatch.setattr("autotune_loader.tuning.assemble.write_trace", full)
+    result = tuned(monkeypatch, output=path, trace=tmp_path / "trace.json", budget=2)
+    told = f"{tmp_path / 'trace.json'} was not written (No space left on device)."
+    assert result.warnings[-1] == told
+    assert TuningResult.load(path).warnings[-1] == told
 
 
 # compare()
