@@ -39,7 +39,12 @@ _ALLOW_WORKERS = (
 )
 
 
-@Command("watch", *_OF_SCRIPTS, script="train.py")
+@Command(
+    "watch",
+    *_OF_SCRIPTS,
+    option("--trace", metavar="FILE", help="Write each batch's way as a trace for ui.perfetto.dev here."),
+    script="train.py",
+)
 def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:
     """Run a script unchanged and report how long it waits for data.
 
@@ -51,7 +56,7 @@ def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _La
 
     Examples:
       autotune-loader watch train.py --epochs 3
-      autotune-loader watch -m project.train
+      autotune-loader watch --trace trace.json -m project.train
       autotune-loader watch --fail-if-wait 10% train.py    for CI
     """
     return _launch("watch", script, is_module=is_module, **options)
@@ -96,10 +101,15 @@ def _launch(verb: Verb, script: Sequence[str], *, is_module: bool, **options: An
         from autotune_loader import TuningResult
 
         TuningResult.load(options["start_with"])
-    for name, typed, example in (("output", "--output", "loader.json"), ("report", "--json", "report.json")):
-        if options[name] is not None:
+    files = (
+        ("output", "--output", "loader.json"),
+        ("report", "--json", "report.json"),
+        ("trace", "--trace", "trace.json"),
+    )
+    for name, typed, example in files:
+        if options.get(name) is not None:
             require_writable(typed, options[name], example)
-    for name in ("output", "report", "start_with"):
+    for name in ("output", "report", "trace", "start_with"):
         options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
     return partial(launch, Plan(verb=verb, **options), target, arguments, is_module=is_module)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from autotune_loader.machine.nvml import GpuMeter
 from autotune_loader.machine.processes import PROC, CpuTimes, copied_bytes, private_bytes, process_use
 from autotune_loader.pipeline.loop_log import Fetch, Log, Pinned
 from autotune_loader.pipeline.worker_notes import Notes, WorkerNote, here, leave_processes, look_into_processes, pinning
-from autotune_loader.values import MAIN_PROCESS, LoaderConfig
+from autotune_loader.values import MAIN_PROCESS, LoaderConfig, LoaderTrace, Sampled
 
 READ_EVERY_S, READ_FIRST_S, MOST_READ = 2.0, 0.5, 4
 """So often this process and so many of a loader's workers at most are read: CPU times take 20 us for each process and thread.
@@ -85,6 +86,7 @@ class LoopFigures:
         gpu_s, gpu_busy_s: seconds of which NVML has told how busy the GPU was, and in which it was.
         gpu_since: from when on it is asked for the next time.
         batch_bytes, batch_tensors: of its first batch.
+        counters: what was read now and then, by its name, where a trace is written.
     """
 
     def __init__(self, own: LoaderConfig) -> None:
@@ -94,11 +96,31 @@ class LoopFigures:
         self.batch_bytes: int | None = None
         self.batch_tensors = 0
         self.gpu_since = 0.0
+        self.counters: dict[str, list[tuple[float, float]]] = {}
 
     @property
     def has_workers(self) -> bool:
         """Whether the script has asked for worker processes."""
         return self.own.num_workers > 0
+
+    def begin_trace(self) -> None:
+        """From now on batches are kept for a trace."""
+        self.log.sampled = Sampled()
+
+    def trace(self, name: str) -> LoaderTrace | None:
+        """What a trace shows of it; None where none is written."""
+        sampled = self.log.sampled
+        return None if sampled is None else LoaderTrace(name, sampled.rows, tuple(self.log.intervals), self.counters)
+
+    def count(self, name: str, now: float, value: float) -> None:
+        """Something was read, for a trace."""
+        if self.log.sampled is not None:
+            self.counters.setdefault(name, []).append((now, value))
+
+    @property
+    def nvtx(self) -> Any:
+        """Torch's module of NVTX, where a trace is written and the script uses CUDA."""
+        return torch.cuda.nvtx if self.log.sampled is not None and torch.cuda.is_initialized() else None
 
     @staticmethod
     def clock() -> CpuTimes:
@@ -130,6 +152,7 @@ class LoopFigures:
         if share is not None:
             self.gpu_s += now - begun
             self.gpu_busy_s += share * (now - begun)
+            self.count("GPU busy, %", now, 100 * share)
 
 
 class Workers:
@@ -208,11 +231,20 @@ class Workers:
             then, earlier_batches, earlier = self._reading
             others = (earlier.keys() & times.keys()) - {own}  # the number of workers may have changed
             busy_s = {pid: times[pid].cpu_s - earlier[pid].cpu_s for pid in (own, *others)}
+            all_busy_s = busy_s.pop(own) + sum(busy_s.values()) * count / max(1, len(others))
             figures.read_s += now - then
-            figures.busy_s += busy_s.pop(own) + sum(busy_s.values()) * count / max(1, len(others))
+            figures.busy_s += all_busy_s
+            figures.count("busy cores", now, all_busy_s / (now - then))
             for pid in others:
                 figures.in_workers.add((batches - earlier_batches) / count, earlier[pid], times[pid])
         self._reading = now, batches, times
+        if self._log.sampled is not None:
+            uses = [process_use(PROC / str(pid)) for pid in times]
+            of_workers = sum(use.rss_bytes for use in uses[1:] if use is not None)
+            figures.count("memory of a worker, MiB", now, of_workers / max(1, len(uses) - 1) / 2**20)
+            figures.count(
+                "memory of the training process, MiB", now, uses[0].rss_bytes / 2**20 if uses[0] else math.nan
+            )
 
     def _look_at_memory(self) -> None:
         """Once in a while: how much of the memory that one of them shared with this process it has copied."""

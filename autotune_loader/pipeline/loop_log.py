@@ -37,10 +37,12 @@ from autotune_loader.machine.clocks import garbage
 from autotune_loader.pipeline.batches import initialized_accelerator
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.pipeline.waits import Waits
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement, Sampled
 
 MOST_ROWS = 20_000
 """Batches whose histories are kept at least; twice as many at most (10 MiB)."""
+MOST_INTERVALS = 10_000
+"""Epochs, evaluations and checkpoints whose times are kept."""
 LATEST_STEPS = 1_000
 """By so many steps a long one is judged."""
 PAUSE_S, PAUSE_STEPS, PAUSE_USUAL = 0.5, 20.0, 2.0
@@ -70,6 +72,7 @@ class Beside(threading.local):
 
     def __init__(self) -> None:
         self.loops = deque[Span](maxlen=32)
+        self.saved = deque[Span](maxlen=32)
         self.saved_s = 0.0
         self.is_saving = False
 
@@ -87,7 +90,9 @@ def saving() -> Iterator[None]:
     try:
         yield
     finally:
-        beside.saved_s += time.monotonic() - begun
+        now = time.monotonic()
+        beside.saved.append(Span(begun, now))
+        beside.saved_s += now - begun
         beside.is_saving = False
 
 
@@ -144,8 +149,10 @@ class Log:
         """What workers were forked from last; None where they are not forked."""
         self.workers = 0
         """Those that torch starts for an epoch."""
-        self.sampled: Any = None
-        """A `Sampled` that gets every row, where a trace is written."""
+        self.sampled: Sampled | None = None
+        """Where a trace is written."""
+        self.intervals = deque[tuple[str, float, float]](maxlen=MOST_INTERVALS)
+        """Names, begins and ends of epochs, evaluations and checkpoints, where a trace is written."""
 
     @property
     def end(self) -> int:
@@ -169,6 +176,11 @@ class Log:
     def workers_start(self, context: Any, *, is_elastic: bool = False) -> None:
         """Workers are about to start with this `multiprocessing_context`."""
         self.parent = ParentProcess.of(context, is_elastic=is_elastic)
+
+    def mark(self, name: str, begin: float, end: float) -> None:
+        """Something of the loops that a trace shows."""
+        if self.sampled is not None:
+            self.intervals.append((name, begin, end))
 
     def step(self, seconds: float, row: BatchTrace | None) -> None:
         """A step has ended, that of this row where its history is known. A long first one is judged by the second."""
@@ -288,7 +300,12 @@ class Loop:
         while received and loops and loops[-1].begun > received:  # an iterator that another is zipped with began before
             inner = loops.pop()
             evaluated_s += inner.moment - inner.begun
+            self._log.mark("evaluation", inner.begun, inner.moment)
         saved_s = beside.saved_s - self._saved_s if received else 0.0
+        if saved_s:
+            for each in beside.saved:
+                if each.begun > received:
+                    self._log.mark("checkpoint", each.begun, each.moment)
         return evaluated_s, saved_s
 
     def _begin(self, now: float) -> None:
@@ -332,7 +349,9 @@ class Loop:
         self._fetch, self._pinned, self._samples, self._received = fetch, pinned, samples, now
 
     def _end(self, now: float) -> None:
-        self._log.totals.waited_s += now - self._asked
+        log = self._log
+        log.totals.waited_s += now - self._asked
+        log.mark(f"epoch {log.totals.epochs}", self._begun, now)
 
 
 @dataclass(slots=True)

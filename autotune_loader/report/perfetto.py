@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from math import isfinite
 from typing import Any
 
-from autotune_loader.values import MAIN_PROCESS, PINNING_THREAD, BatchTrace, replacing, spans_of
+from autotune_loader.values import MAIN_PROCESS, PINNING_THREAD, BatchTrace, LoaderTrace, replacing, spans_of
 
 IDS = 1000
 """From the id of a process to the next: more than any has threads, as an id of a thread stands once in a file."""
@@ -22,20 +21,6 @@ FEWEST = 8
 """Batches in a row without which it is not known how many are ready: beside fewer lie more that were not kept."""
 FLOWS = {"fetch": ("flow_out",), "pin": ("flow_in", "flow_out"), "step": ("flow_in",)}
 """The way of a batch that arrows show. A wait has none: it may begin before its batch does."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderTrace:
-    """What a trace shows of one loader; times are seconds of `time.monotonic()`."""
-
-    name: str
-    """The loader's, such as "train.py:12"."""
-    rows: Mapping[int, BatchTrace]
-    """Histories by the number of the batch, in order, as `Sampled.rows` has them; the time of missing numbers is marked."""
-    intervals: Sequence[tuple[str, float, float]] = ()
-    """Name, begin and end of epochs, evaluations and checkpoints; two of them overlap only where one lies in the other."""
-    counters: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """By the name of each, in order: seconds, and the value from then on."""
 
 
 def write_trace(path: str | os.PathLike[str], loaders: Sequence[LoaderTrace]) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autotune_loader.diagnosis import Account, Advice, Cause, NamedCause, slow_rank, units
+from autotune_loader.report.perfetto import write_trace
 from autotune_loader.report.text import wrapped
 from autotune_loader.results.record import Finding
-from autotune_loader.values import Interval, write_json
+from autotune_loader.values import Interval, LoaderTrace, write_json
 
+SCHEMA_VERSION = 1
+"""Of the report's file: a key that is there in one report is there in all."""
 MOST_SHOWN = 12
 """Loaders that are printed; a script that makes one for each client or fold has hundreds."""
 SMALLEST_PART = 0.01
@@ -120,6 +123,8 @@ class ScriptReport:
     loaders: tuple[LoaderReport, ...]
     """The one with most time first."""
     notes: tuple[str, ...] = ()
+    traces: tuple[LoaderTrace, ...] = field(default=(), repr=False)
+    """Of each loader, where they were asked for; the file of the report has none."""
 
     def __str__(self) -> str:
         loaders = units.counted(len(self.loaders), "loader")
@@ -143,8 +148,13 @@ class ScriptReport:
         return replace(self, loaders=tuple(loaders))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
-        write_json(self, path)
+        """Write it as JSON, without traces."""
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "traces"}
+        write_json({"schema_version": SCHEMA_VERSION, **told}, path)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the traces for https://ui.perfetto.dev."""
+        write_trace(path, self.traces)
 
 
 def settings_text(kwargs: dict[str, Any]) -> str:

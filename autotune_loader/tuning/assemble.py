@@ -11,14 +11,14 @@ from autotune_loader.bursts.settings import LACKS
 from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
 from autotune_loader.diagnosis.judge import changes_in_training, source_of
-from autotune_loader.report.perfetto import LoaderTrace, write_trace
+from autotune_loader.report.perfetto import write_trace
 from autotune_loader.report.result import TuningResult
 from autotune_loader.results.record import Finding, Status
 from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.search.draws import equally_fast
 from autotune_loader.search.turns import LEAST_ROUNDS
 from autotune_loader.tuning.study import Search
-from autotune_loader.values import Effects, LoaderConfig, log_ratios, pooled, stage_times
+from autotune_loader.values import Effects, LoaderConfig, LoaderTrace, log_ratios, pooled, stage_times
 
 log = logging.getLogger(__name__)
 

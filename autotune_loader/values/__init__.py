@@ -38,7 +38,7 @@ from autotune_loader.values.measurement import (
     Trial,
     averaged,
 )
-from autotune_loader.values.sampled import Sampled
+from autotune_loader.values.sampled import LoaderTrace, Sampled
 from autotune_loader.values.serialization import (
     from_plain,
     replacing,
@@ -79,7 +79,7 @@ __all__ = [
     "ALLOWABLE", "BURSTS_DIFFER", "FOR_AUTOLOADER", "MAIN_PROCESS", "OTHER_THREADS", "PINNING_THREAD",
     "TORCH_PREFETCH_FACTOR", "TRANSFER", "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace", "BurstPlan",
     "ConfigFileError", "Effects", "Failure", "FailureKind", "FailurePhase", "Interval", "LoaderConfig",
-    "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Sampled",
+    "LoaderTrace", "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Sampled",
     "Seen", "Span", "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError", "after_first_of_each",
     "averaged", "correlated_mean_interval", "from_plain", "log_ratios", "mean_interval", "nearest", "pooled",
     "replacing", "require_bool", "require_choice", "require_int", "require_writable", "spans_of", "stage_times",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autotune_loader.values.trace import BatchTrace
 
@@ -75,3 +77,17 @@ class Sampled:
         self.rows = {
             number: row for number, row in self.rows.items() if number in kept or number // RUN % self._every == 0
         }
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderTrace:
+    """What a trace shows of one loader; times are seconds of `time.monotonic()`."""
+
+    name: str
+    """The loader's, such as "train.py:12"."""
+    rows: Mapping[int, BatchTrace]
+    """Histories by the number of the batch, in order, as `Sampled.rows` has them; the time of missing numbers is marked."""
+    intervals: Sequence[tuple[str, float, float]] = ()
+    """Name, begin and end of epochs, evaluations and checkpoints; two of them overlap only where one lies in the other."""
+    counters: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """By the name of each, in order: seconds, and the value from then on."""

@@ -47,6 +47,7 @@ def seen_of(session: Session) -> ProcessReport:
             verb=session.plan.verb,
             seconds=time.monotonic() - session.begun,
             loaders=tuple(sorted(reports, key=lambda each: -each.seconds)),
+            traces=tuple(trace for each in known if (trace := each.trace(each.name)) is not None),
         ),
         result=_result_of(main, report, {each.name: each.settings_now for each in reports}),
     )
@@ -66,6 +67,7 @@ def tell(seen: Sequence[ProcessReport], plan: Plan, *, flushes: bool = True) -> 
     notes = [text.sentence for each in seen if (text := each.too_long(plan)) is not None][:1]
     notes += [] if main.ranks == 1 else [f"These are the loaders of rank 0 of {main.ranks}."]
     notes += [_written(plan.output, main.result.save)] if plan.output else []
+    notes += [_written(plan.trace, report.save_trace)] if plan.trace else []
     report = replace(report, notes=tuple(notes))
     if plan.report:
         report = replace(report, notes=(*notes, _written(plan.report, report.save)))
@@ -86,7 +88,8 @@ def report_of(seen: Sequence[ProcessReport]) -> ScriptReport:
         if known is not each:
             loaders[alike] = replace(known, processes=known.processes + 1)
     longest = max(seen, key=lambda each: each.report.seconds).report
-    return replace(longest, loaders=tuple(loaders.values()))
+    traces = tuple(trace for each in seen for trace in each.report.traces)
+    return replace(longest, loaders=tuple(loaders.values()), traces=traces)
 
 
 def _report_of(loader: ScriptLoader, job: Job) -> LoaderReport:

@@ -41,6 +41,7 @@ class Plan:
     start_with: str | None = None  # the loader.json to start with
     output: str | None = None  # where loader.json is written
     report: str | None = None  # where the report is written as JSON
+    trace: str | None = None  # where the trace is written
     most_waiting: float | None = None  # share of waiting above which the exit code says so
     pid: int | None = None  # of the command, whose process tells of all others; None where each tells of itself
     folder: str | None = None  # where the others leave what they saw; the first one makes it

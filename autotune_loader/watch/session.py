@@ -111,6 +111,8 @@ class Session:
         if known is None:
             own = LoaderConfig.from_loader(loader) if asked is None else asked
             known = ScriptLoader(site, self._name_of(site), own, self._look_at, self.loaders)
+            if self.plan.trace is not None:
+                known.begin_trace()
             self.loaders.append(known)
             alike.append(known)
         known.owner, known.dataset = weakref.ref(loader), _reference(getattr(loader, "dataset", None))

@@ -186,6 +186,9 @@ class Watch:
         if self._is_beside or threading.get_ident() != self._thread:
             self._read_by_thread()
         asked_cpu = self._look(asked) if asked >= known.next_look_s else None
+        nvtx = known.nvtx
+        if nvtx is not None:
+            nvtx.range_push(f"{known.name}: wait")
         cpu_s = 0.0 if self.workers.asked else time.thread_time()
         try:
             batch = fetch(iterator)
@@ -197,6 +200,8 @@ class Watch:
             raise
         finally:
             known.waiting_since = None
+            if nvtx is not None:
+                nvtx.range_pop()
         received = time.monotonic()
         if not self.is_noted:
             number = -1

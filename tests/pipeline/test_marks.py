@@ -80,8 +80,9 @@ def test_otherwise_the_hosts_clock_counts(device, is_lost, monkeypatch):
     assert log.totals.stepped_s == pytest.approx(100 * LAUNCH_S)
 
 
-def test_a_training_thread_counts_as_the_device_does(device):
+def test_a_training_thread_counts_as_the_device_does(device, monkeypatch):
     """As with Ray Train, whose main thread waits for it."""
+    monkeypatch.setattr(loop_log, "is_main_thread_waiting", lambda: True)
     log = Log()
     thread = threading.Thread(target=looped, args=(device, 0.009, 0.1, log))
     thread.start()

@@ -6,8 +6,8 @@ import json
 import pytest
 from report.example import synthetic_result
 
-from autotune_loader.report.perfetto import LoaderTrace, processes_of, write_trace
-from autotune_loader.values import BatchTrace, spans_of
+from autotune_loader.report.perfetto import processes_of, write_trace
+from autotune_loader.values import BatchTrace, LoaderTrace, spans_of
 
 RESULT = synthetic_result()
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from autotune_loader.report.perfetto import LoaderTrace, write_trace
-from autotune_loader.values import BatchTrace, Sampled
+from autotune_loader.report.perfetto import write_trace
+from autotune_loader.values import BatchTrace, LoaderTrace, Sampled
 from autotune_loader.values.sampled import LAST, RUN
 
 

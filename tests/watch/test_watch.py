@@ -167,6 +167,23 @@ DROPPED = """
     """
 
 
+TRACED = """
+    import multiprocessing
+    def work(rank):
+        for n, x in enumerate(DataLoader(Waiting(80), batch_size=8, num_workers=2)):  # CHILD
+            if n == 4:
+                list(DataLoader(Numbers(8), batch_size=4))
+                torch.save(x, "x.pt")
+    if __name__ == "__main__":
+        if sys.argv[1] == "here":
+            work(0)
+        else:
+            process = multiprocessing.get_context("fork").Process(target=work, args=(0,))
+            process.start()
+            process.join()
+    """
+
+
 def loaders_in(path):
     return json.loads(path.read_text())["loaders"]
 
@@ -185,6 +202,47 @@ def test_the_command_tells_what_its_processes_saw(bench, how, processes):
     assert (loader["name"], loader["batches"], loader["processes"]) == (line, 10, processes)
     assert TuningResult.load(bench.folder / "loader.json").loaders == {line: loader["settings"]}
     assert [path.name for path in temporary.iterdir() if path.name.startswith("autotune")] == []
+
+
+@pytest.mark.parametrize("where", ["here", "process"])
+def test_a_trace_shows_each_batch_of_its_loops(bench, where):
+    line = f"train.py:{line_of(bench.write(TRACED), 'CHILD')}"
+    ended = bench.command("watch", "--trace", "trace.json", "--json", "r.json", "train.py", where)
+    assert ended.code == 0
+    assert "\nWritten to " in ended.report
+    events = json.loads((bench.folder / "trace.json").read_text())["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert line in names.values()
+    main = [each for each in events if names[each["pid"]] == line and each["ph"] == "X"]
+    seen = {
+        name: sum(each["name"] == name for each in main) for name in {each["name"] for each in main}
+    }
+    assert {name: seen.get(name) for name in ("wait", "step", "fetch", "collate")} == {
+        "wait": 10, "step": 10, "fetch": 10, "collate": 10
+    }  # fmt: skip
+    assert {name for name in seen if name not in ("wait", "step", "fetch", "collate")} == {
+        "epoch 1", "evaluation", "checkpoint"
+    }  # fmt: skip
+    # AND the report has no trace, and tells the same seconds apart
+    report = json.loads((bench.folder / "r.json").read_text())
+    assert "traces" not in report
+    (loader,) = [each for each in report["loaders"] if each["name"] == line]
+    assert loader["time"]["evaluation"] > 0
+    assert loader["time"]["checkpoints"] > 0
+
+
+def test_reports_have_one_schema(bench):
+    """Of each verb, with and without workers: the same keys, whatever there is to tell."""
+    bench.write(WAITS)
+    schemas = []
+    for verb, workers in (("watch", "0"), ("watch", "2"), ("run", "2")):
+        _, told = bench.told(verb, "train.py", workers, FETCH_S="0.001")
+        assert told["schema_version"] == 1
+        for loader in told["loaders"]:
+            schemas.append([[*told], [*loader], [*loader["time"]]])
+            wall, *parts = loader["time"].values()
+            assert sum(parts) == pytest.approx(wall)
+    assert schemas == [schemas[0]] * 6
 
 
 @pytest.mark.parametrize(
