@@ -84,7 +84,7 @@ def fetching_of(figures: LoopFigures) -> Fetching:
         usual = max(1, waits.batches - waits.slow)
         seconds, cpu_s = (waits.fetched_s - waits.slow_fetches_s) / usual, waits.cpu_s / waits.batches
         if not figures.has_workers:
-            return Fetching(seconds=seconds, cpu_s=cpu_s, queued_s=queued_s)
+            return Fetching(seconds=seconds, cpu_s=0.0 if making is None else making.cpu_s, queued_s=queued_s)
         own_s = seen.queued_s / seen.batches if seen.batches else 0.0 if making is None else making.queued_s
         return Fetching(seconds=seconds, cpu_s=cpu_s, queued_s=own_s, receive_queued_s=queued_s)
     if making is None:

@@ -119,8 +119,8 @@ class LoopFigures:
 
     @property
     def nvtx(self) -> Any:
-        """Torch's module of NVTX, where a trace is written and the script uses CUDA."""
-        return torch.cuda.nvtx if self.log.sampled is not None and torch.cuda.is_initialized() else None
+        """Torch's module of NVTX, where the script uses CUDA."""
+        return torch.cuda.nvtx if torch.cuda.is_initialized() else None
 
     @staticmethod
     def clock() -> CpuTimes:
@@ -180,12 +180,10 @@ class Workers:
         if self._notes is not None:
             self._notes.close()
 
-    def history(
-        self, number: int, asked: float, received: float, cpu_s: float
-    ) -> tuple[Fetch | None, Pinned | tuple[()]]:
+    def history(self, number: int, asked: float, received: float) -> tuple[Fetch | None, Pinned | tuple[()]]:
         """That of a batch that has come, as far as it was noted; without workers, the loop has made it itself."""
         if not self.asked:
-            return (MAIN_PROCESS, asked, received, received, cpu_s), ()
+            return (MAIN_PROCESS, asked, received, received, math.nan), ()
         return (None, ()) if self._notes is None else self._notes.batch(number)
 
     def gather(self) -> None:

@@ -243,11 +243,12 @@ class Loop:
     def ask(self, now: float) -> None:
         """The loop asks for a batch: its step has ended."""
         self._own_asked = self._span.moment = now
-        evaluated_s, saved_s = self._others()
+        others = 0.0, 0.0
         if self._own_received:
+            others = self._others(self._own_received)
             self._log.totals.step_garbage_s += garbage.seconds - self._garbage_s
         self._garbage_s = garbage.seconds
-        self._log.marks.note(now, self._ask, evaluated_s, saved_s)
+        self._log.marks.note(now, self._ask, *others)
 
     def receive(self, now: float, samples: int, fetch: Fetch | None = None, pinned: Pinned | tuple[()] = ()) -> None:
         """The loop has a batch; `fetch` is its history, None where it is not known."""
@@ -294,14 +295,14 @@ class Loop:
         """Whether the main thread waits for the end of another one, as where training runs in a thread."""
         return is_main_thread_waiting()
 
-    def _others(self) -> tuple[float, float]:
-        """Seconds of loops and of checkpoints within the step that has just ended."""
-        loops, received, evaluated_s = beside.loops, self._own_received, 0.0
-        while received and loops and loops[-1].begun > received:  # an iterator that another is zipped with began before
+    def _others(self, received: float) -> tuple[float, float]:
+        """Seconds of loops and of checkpoints since then: within the step that has just ended."""
+        loops, evaluated_s = beside.loops, 0.0
+        while loops and loops[-1].begun > received:  # an iterator that another is zipped with began before
             inner = loops.pop()
             evaluated_s += inner.moment - inner.begun
             self._log.mark("evaluation", inner.begun, inner.moment)
-        saved_s = beside.saved_s - self._saved_s if received else 0.0
+        saved_s = beside.saved_s - self._saved_s
         if saved_s:
             for each in beside.saved:
                 if each.begun > received:
@@ -442,6 +443,12 @@ class Marks:
 
     def note(self, now: float, tell: Callable[..., object], *what: Any) -> None:
         """Have `tell(*what, seconds)` called once the accelerator has passed this moment."""
+        if self._device is None and not self._ahead:
+            self.looks += 1
+            if self.looks & (self.looks - 1):  # most moments are told here
+                tell(*what, now)
+                return
+            self.looks -= 1
         if self.are_none() or ((mark := self._mark()) is None and not self._ahead):
             tell(*what, now)
             return

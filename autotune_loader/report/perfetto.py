@@ -87,7 +87,9 @@ def _events(loader: LoaderTrace, pid: int, at: Callable[[float], int]) -> Iterat
             yield span("not kept", last.step_end, row.requested, tids[MAIN_PROCESS], args=left_out)
         before, last = number, row
         args, flow = {"batch": number}, number * IDS + pid // IDS
-        of_fetch = {"samples": row.samples, "cpu_ms": _ms(row.cpu_s), "wait_ms": _ms(row.wait_s)}
+        of_fetch = {"samples": row.samples, "wait_ms": _ms(row.wait_s)}
+        if isfinite(row.cpu_s):
+            of_fetch["cpu_ms"] = _ms(row.cpu_s)
         for activity, process, begin, end in spans_of(row):
             if activity == "send":
                 here = {"local": str(number)}

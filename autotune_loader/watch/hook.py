@@ -198,8 +198,7 @@ def _hook_into(module: ModuleType) -> None:
 
     @functools.wraps(get)
     def get_iterator(loader: Any) -> Any:
-        hook = _hook_here()
-        if hook is None or hook.plan.verb == "watch" or worker() is not None:
+        if not active or active[-1].plan.verb == "watch" or (hook := _hook_here()) is None or worker() is not None:
             return get(loader)
         return hook.session.iterator_of(loader, functools.partial(get, loader))
 

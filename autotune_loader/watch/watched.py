@@ -46,6 +46,7 @@ class ScriptLoader(LoopFigures):
         next_look_s: when a batch is looked at more closely again, be it of a later epoch.
         epoch_samples: of the epochs that were not left early.
         delivered: batches of a stream by the number of the worker that made them.
+        without_workers: what an iterator of torch's without any has in their place.
         ahead, reader: batches that a thread took ahead of the training; the name of the first such thread.
         waiting_since: when the batch was asked for that is awaited now.
         found: what tunes it under `run`, and what that has found, without the loader's data; None where nothing does.
@@ -63,6 +64,7 @@ class ScriptLoader(LoopFigures):
         peers: Sequence[ScriptLoader] = (),
     ) -> None:
         super().__init__(own)
+        self.without_workers = Workers(self, None, 0)
         self.site, self.name, self.peers = site, name, peers
         self.first_look: Callable[[ScriptLoader], None] | None = first_look
         self.next_look_s = 0.0
@@ -150,7 +152,7 @@ class Watch:
         self._known, self._size = known, size if isinstance(size, int) else 0
         self.is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         self.sizes, self.message = deque[int](), -1
-        self.workers = Workers(known, iterator, count)
+        self.workers = Workers(known, iterator, count) if count or own is not None else known.without_workers
         self.loop = iterator._loop if self.is_noted else known.log.begin(begun)
         self._begin(begun)
 
@@ -186,10 +188,9 @@ class Watch:
         if self._is_beside or threading.get_ident() != self._thread:
             self._read_by_thread()
         asked_cpu = self._look(asked) if asked >= known.next_look_s else None
-        nvtx = known.nvtx
+        nvtx = None if known.log.sampled is None else known.nvtx
         if nvtx is not None:
             nvtx.range_push(f"{known.name}: wait")
-        cpu_s = 0.0 if self.workers.asked else time.thread_time()
         try:
             batch = fetch(iterator)
         except StopIteration:
@@ -204,13 +205,10 @@ class Watch:
                 nvtx.range_pop()
         received = time.monotonic()
         if not self.is_noted:
-            number = -1
+            number = 0
             if self.workers.asked:
                 number = iterator._rcvd_idx - 1 if getattr(iterator, "_in_order", True) else self.message
-            else:
-                cpu_s = time.thread_time() - cpu_s
-            history = self.workers.history(number, asked, received, cpu_s)
-            loop.receive(received, self.count(iterator, batch), *history)
+            loop.receive(received, self.count(iterator, batch), *self.workers.history(number, asked, received))
         if asked_cpu is not None:
             self._clocked(received, batch, asked_cpu)
         return batch

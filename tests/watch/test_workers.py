@@ -127,7 +127,7 @@ def test_collating_is_told_apart_for_a_trace(watching):
     loader = DataLoader(Slow(), batch_size=12, num_workers=1, collate_fn=sleeps)
     begun = iter(loader)
     assert len(list(begun)) == 2
-    watching.session.loaders[0].log.sampled = SimpleNamespace(add=id)
+    watching.session.loaders[0].log.sampled = SimpleNamespace(add=id, rows={})
     assert len(list(loader)) == 2
     rows = watching.session.loaders[0].log.rows
     early, late = rows[:2], rows[2:]
