@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 from autotune_loader.machine.limits import usable_cores
 from studies.live import injected
 from studies.processes import ROOT, NoAnswerError, answer, busy_neighbours
-from studies.study import Row, Table, number
+from studies.study import Row, Table
 from tests.support.accelerator import built, compiler
 
 BROUGHT, PARTS = 0.85, 0.01
 """What helps leaves at most so much of the seconds, or of the memory; parts and wall differ by at most so much."""
-BAR = "exactly its own cause is named (beside busy processes also `cores`), and what helps takes 15% off; no cause in a healthy job"
-JUDGED = ("cores",)
+BAR = "exactly its own cause is named (beside busy processes also cores), and what helps takes 15% off; healthy: none"
+ALWAYS = {"cores"}
 """True of every job beside busy processes."""
 
 
@@ -82,7 +82,7 @@ HEALTHY: dict[Callable[..., dict[str, float]], dict[str, float] | None] = {
 
 
 class Seen(NamedTuple):
-    """What a job measured of itself, and what its report says: causes by kind, with their seconds, and wall and sum of parts."""
+    """What a job measured of itself, and of its report the seconds of each kind of cause, the wall and the sum of its parts."""
 
     own: dict[str, float]
     causes: dict[str, float | None]
@@ -134,7 +134,7 @@ def cells(job: Callable[..., Any], kind: str, found: list[Seen]) -> dict[str, ob
 
 
 class Count:
-    """What the notes tell."""
+    """What the notes tell: rows of each cause in which it is named, wrong names, healthy jobs, and how far off seconds are."""
 
     def __init__(self) -> None:
         self.is_named, self.wrong, self.healthy, self.healthy_named = defaultdict[int, list[bool]](list), 0, 0, 0
@@ -149,13 +149,12 @@ class Count:
             yield f"wall and parts within {PARTS:.0%} of the script's own seconds in {close} of {len(self.off)} runs"
 
 
-def cause_row(each: Injected, rounds: int, allowed: set[str], helped: bool, count: Count) -> Row:
+def cause_row(each: Injected, rounds: int, allowed: set[str], is_helped: bool, count: Count) -> Row:
     before, after = list[Seen](), list[Seen]()
     for _ in range(rounds):
         before.append(seen(each.job, each.simulated, cured=False))
-        if helped:
-            is_argument = each.helps != "run"
-            after.append(seen(each.job, each.simulated, each.verb, cured=is_argument))
+        if is_helped:
+            after.append(seen(each.job, each.simulated, each.verb, cured=True))
     is_named = all(each.kind in its.causes for its in before)
     wrong = {kind for its in before for kind in its.causes} - {each.kind} - allowed
     count.is_named[each.number].append(is_named)
@@ -178,3 +177,23 @@ def healthy_row(
     count.healthy_named += not is_quiet
     count.off += known([each.off for each in found])
     return Row(cells(job, "", found) | {"loops, s": [each.own["s"] for each in found]}, is_quiet)
+
+
+def rows(*, only: str = "", busy: bool = False, rounds: int = 1, named_only: bool = False) -> Table:
+    words, count, allowed = only.split(","), Count(), ALWAYS if busy else set[str]()
+    is_chosen = lambda job: any(word in job.__name__ for word in words)  # noqa: E731
+    chosen = [(each.job, each.simulated, each) for each in CAUSES if is_chosen(each.job)]
+    chosen += [(job, simulated, None) for job, simulated in HEALTHY.items() if is_chosen(job)]
+    with busy_neighbours(usable_cores().usable) if busy else contextlib.nullcontext():
+        for job, simulated, cause in chosen:
+            if simulated is not None and compiler() is None:
+                yield f"{job.__name__} was left out: the simulated accelerator needs a C++ compiler"
+                continue
+            try:
+                if cause is not None:
+                    yield cause_row(cause, rounds, allowed, not named_only, count)
+                else:
+                    yield healthy_row(job, simulated, rounds, allowed, count)
+            except NoAnswerError as error:
+                yield Row({"job": job.__name__, "failed": str(error)}, False)
+    yield from count.notes()

@@ -96,7 +96,7 @@ class Index(Samples):
 def worker_imports(cured: bool) -> Found:
     """The cure is `run`."""
     loader = DataLoader(
-        Index(2400, 1_000_000), batch_size=16, num_workers=4, persistent_workers=True, multiprocessing_context="spawn"
+        Index(1200, 1_500_000), batch_size=16, num_workers=2, persistent_workers=True, multiprocessing_context="spawn"
     )
     return {"s": loop_s(loader, sleeps(0.02), 2)}
 
