@@ -82,7 +82,7 @@ class MemoryAt:
 
 def worker_starts(cured: bool) -> Found:
     loader = DataLoader(Samples(40), batch_size=8, num_workers=2, persistent_workers=cured)
-    return {"s": loop_s(loader, sleeps(0.005), 120)}
+    return {"s": loop_s(loader, sleeps(0.005), 100)}
 
 
 class Index(Samples):
@@ -118,7 +118,7 @@ class Texts(Samples):
 def copied_pages(cured: bool) -> Found:
     loader = DataLoader(Texts(4800, 2_000_000, cured), batch_size=40, num_workers=2)
     step = MemoryAt(sleeps(0.06), len(loader) - 2)
-    return {"s": loop_s(loader, step), "mb": step.mb}
+    return {"s": loop_s(loader, step), "MB": step.mb}
 
 
 def ragged(indices: list[int]) -> list[torch.Tensor]:
@@ -260,7 +260,7 @@ def idle_memory(cured: bool) -> Found:
     for _ in range(2):
         seconds += loop_s(training, step)
         seconds += loop_s(validation, sleeps(0.005))
-    return {"s": seconds, "mb": step.mb}
+    return {"s": seconds, "MB": step.mb}
 
 
 class Multiplied(Samples):
@@ -320,7 +320,7 @@ def device_in_worker(cured: bool) -> Found:
         time.sleep(0.05)
 
     step = MemoryAt(encodes, len(loader) - 2)
-    return {"s": loop_s(loader, step), "mb": step.mb}
+    return {"s": loop_s(loader, step), "MB": step.mb}
 
 
 def training_memory(cured: bool) -> Found:
@@ -335,7 +335,7 @@ def training_memory(cured: bool) -> Found:
         states[next(batches) % 17] += 1.0
 
     step = MemoryAt(update, len(loader) - 2)
-    return {"s": loop_s(loader, step), "mb": step.mb}
+    return {"s": loop_s(loader, step), "MB": step.mb}
 
 
 # Healthy jobs.
