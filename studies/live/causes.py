@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from autotune_loader.diagnosis.units import counted
 from autotune_loader.machine.limits import usable_cores
 from studies.live import injected
 from studies.processes import ROOT, NoAnswerError, answer, busy_neighbours
@@ -141,12 +142,12 @@ class Count:
         self.off = list[float]()
 
     def notes(self) -> Table:
-        wrong = f"{self.wrong} wrong {'name' if self.wrong == 1 else 'names'}"
-        yield f"named {sum(map(all, self.is_named.values()))} of {len(self.is_named)} causes; {wrong}"
-        yield f"named a cause in {self.healthy_named} of {self.healthy} healthy jobs"
+        is_named = [all(each) for each in self.is_named.values()]
+        yield f"named {sum(is_named)} of {counted(len(is_named), 'cause')}; {counted(self.wrong, 'wrong name')}"
+        yield f"named a cause in {self.healthy_named} of {counted(self.healthy, 'healthy job')}"
         if self.off:
             close = sum(each <= PARTS for each in self.off)
-            yield f"wall and parts within {PARTS:.0%} of the script's own seconds in {close} of {len(self.off)} runs"
+            yield f"wall and parts within {PARTS:.0%} of the script's own seconds in {close} of {counted(len(self.off), 'run')}"
 
 
 def cause_row(each: Injected, rounds: int, allowed: set[str], is_helped: bool, count: Count) -> Row:

@@ -146,7 +146,7 @@ def pinning(cured: bool) -> Found:
     return {"s": loop_s(loader, to_device(0.02))}
 
 
-FEATURES = torch.rand(300, 64)
+FEATURES = torch.arange(300.0).expand(64, 300).T
 
 
 def features(indices: list[int], keys: int) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ def garbage_in_workers(cured: bool) -> Found:
     kept = [[number] for number in range(1_000_000)]
     if cured:
         gc.freeze()
-    loader = DataLoader(Parsed(8000, 4000), batch_size=32, num_workers=2, collate_fn=total)
+    loader = DataLoader(Parsed(6000, 4000), batch_size=32, num_workers=2, collate_fn=total)
     found = {"s": loop_s(loader, sleeps(0.005))}
     kept.clear()
     return found
@@ -254,9 +254,9 @@ class Cached(Samples):
 
 
 def idle_memory(cured: bool) -> Found:
-    training = DataLoader(Samples(1600, 0.001), batch_size=8, num_workers=2, persistent_workers=True)
-    validation = DataLoader(Cached(800), batch_size=8, num_workers=2, persistent_workers=not cured)
-    seconds, step = 0.0, MemoryAt(sleeps(0.02), 350)
+    training = DataLoader(Samples(2400, 0.001), batch_size=8, num_workers=2, persistent_workers=True)
+    validation = DataLoader(Cached(600), batch_size=8, num_workers=2, persistent_workers=not cured)
+    seconds, step = 0.0, MemoryAt(sleeps(0.02), 500)
     for _ in range(2):
         seconds += loop_s(training, step)
         seconds += loop_s(validation, sleeps(0.005))
@@ -289,7 +289,7 @@ def trains() -> Step:
 
 
 def cores(cured: bool) -> Found:
-    return {"s": loop_s(DataLoader(Multiplied(1600), batch_size=8, num_workers=1 if cured else 8), trains())}
+    return {"s": loop_s(DataLoader(Multiplied(1200), batch_size=8, num_workers=1 if cured else 8), trains())}
 
 
 def storage(cured: bool) -> Found:
@@ -298,13 +298,13 @@ def storage(cured: bool) -> Found:
 
 
 class Encoded(Samples):
-    """A sample goes through an encoder of 400 MB, which each worker has on the device."""
+    """A sample goes through an encoder of 200 MB, which each worker has on the device."""
 
     encoder: Any = None
 
     def __getitem__(self, index: int) -> Any:
         if self.encoder is None:
-            self.encoder = torch.ones(100_000_000, device="sim")
+            self.encoder = torch.ones(50_000_000).to("sim")
         return torch.full((64,), float(self.encoder[index]))
 
 
@@ -315,9 +315,9 @@ def device_in_worker(cured: bool) -> Found:
 
     def encodes(batch: torch.Tensor) -> None:
         if cured and not encoders:
-            encoders.append(torch.ones(100_000_000, device="sim"))
+            encoders.append(torch.ones(50_000_000).to("sim"))
         batch.to("sim")
-        time.sleep(0.05)
+        time.sleep(0.06)
 
     step = MemoryAt(encodes, len(loader) - 2)
     return {"s": loop_s(loader, step), "MB": step.mb}
