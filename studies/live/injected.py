@@ -112,12 +112,12 @@ class Texts(Samples):
 
     def __getitem__(self, index: int) -> Any:
         picks = np.random.default_rng(index).integers(len(self.texts), size=512)
-        return torch.tensor([len(self.texts[pick]) for pick in picks.tolist()])
+        return sum(len(self.texts[pick]) for pick in picks.tolist())
 
 
 def copied_pages(cured: bool) -> Found:
     loader = DataLoader(Texts(4800, 2_000_000, cured), batch_size=40, num_workers=2)
-    step = MemoryAt(sleeps(0.06), len(loader) - 2)
+    step = MemoryAt(sleeps(0.1), len(loader) - 2)
     return {"s": loop_s(loader, step), "MB": step.mb}
 
 
@@ -216,7 +216,7 @@ def rank_of_two(rank: int, folder: str, waits_s: list[float], workers: list[int]
     gradients = torch.ones(1000)
 
     def step(batch: Any) -> None:
-        time.sleep(0.01)
+        time.sleep(0.03)
         distributed.all_reduce(gradients)
         gradients.div_(2)
 
@@ -254,9 +254,9 @@ class Cached(Samples):
 
 
 def idle_memory(cured: bool) -> Found:
-    training = DataLoader(Samples(2400, 0.001), batch_size=8, num_workers=2, persistent_workers=True)
+    training = DataLoader(Samples(1200, 0.001), batch_size=8, num_workers=2, persistent_workers=True)
     validation = DataLoader(Cached(600), batch_size=8, num_workers=2, persistent_workers=not cured)
-    seconds, step = 0.0, MemoryAt(sleeps(0.02), 500)
+    seconds, step = 0.0, MemoryAt(sleeps(0.04), 250)
     for _ in range(2):
         seconds += loop_s(training, step)
         seconds += loop_s(validation, sleeps(0.005))
@@ -360,39 +360,39 @@ def decoded() -> Found:
 
 
 def in_memory() -> Found:
-    data = TensorDataset(torch.randn(32_000, 64), torch.arange(32_000))
-    return {"s": loop_s(DataLoader(data, batch_size=64, shuffle=True), sleeps(0.02))}
+    data = TensorDataset(torch.randn(16_000, 64), torch.arange(16_000))
+    return {"s": loop_s(DataLoader(data, batch_size=64, shuffle=True), sleeps(0.04))}
 
 
 def step_bound() -> Found:
     torch.set_num_threads(1)
-    weights = torch.rand(1000, 1000)
-    return {"s": loop_s(DataLoader(Samples(2400, 0.001), batch_size=8, num_workers=2), lambda batch: weights @ weights)}
+    weights = torch.rand(1300, 1300)
+    return {"s": loop_s(DataLoader(Samples(1200, 0.001), batch_size=8, num_workers=2), lambda batch: weights @ weights)}
 
 
 def persistent() -> Found:
     data = TensorDataset(torch.randn(640, 64))
     loader = DataLoader(data, batch_size=64, shuffle=True, num_workers=2, persistent_workers=True)
-    return {"s": loop_s(loader, sleeps(0.015), 60)}
+    return {"s": loop_s(loader, sleeps(0.04), 25)}
 
 
 def validated() -> Found:
-    training = DataLoader(Samples(2000, 0.001), batch_size=8, num_workers=2, persistent_workers=True)
+    training = DataLoader(Samples(1200, 0.001), batch_size=8, num_workers=2, persistent_workers=True)
     validation = DataLoader(Samples(160, 0.001), batch_size=8, num_workers=2)
-    return {"s": sum(loop_s(training, sleeps(0.02)) + loop_s(validation, sleeps(0.01)) for _ in range(2))}
+    return {"s": sum(loop_s(training, sleeps(0.04)) + loop_s(validation, sleeps(0.01)) for _ in range(2))}
 
 
 def checkpointed() -> Found:
     """Evaluation and checkpoints inside the loop."""
-    training = DataLoader(Samples(2400, 0.001), batch_size=8, num_workers=2)
+    training = DataLoader(Samples(1600, 0.001), batch_size=8, num_workers=2)
     validation, weights = DataLoader(Samples(160, 0.001), batch_size=8), torch.rand(10_000_000)
     seconds, batches = 0.0, itertools.count(1)
     with tempfile.TemporaryDirectory() as folder:
 
         def step(batch: Any) -> None:
             nonlocal seconds
-            time.sleep(0.02)
-            if next(batches) % 60 == 0:
+            time.sleep(0.04)
+            if next(batches) % 50 == 0:
                 seconds += loop_s(validation, sleeps(0.01))
                 torch.save(weights, f"{folder}/weights.pt")
 
@@ -400,7 +400,7 @@ def checkpointed() -> Found:
 
 
 def equal_ranks() -> Found:
-    return two_ranks([0.001, 0.001], [2, 2], 600)
+    return two_ranks([0.001, 0.001], [2, 2], 250)
 
 
 def spawned() -> Found:

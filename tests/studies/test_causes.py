@@ -1,4 +1,4 @@
-"""What a row of `live.causes` is held against, and what its notes count; the jobs themselves run in the study."""
+"""What a row of `live.causes` is held against, and what its notes count. Jobs run in the study."""
 
 import pytest
 
