@@ -1,6 +1,6 @@
 """Does `watch` name the cause? Twelve causes, each injected into a training script, and healthy scripts without one.
 
-    python -m studies live.causes                                # about nine minutes on two cores
+    python -m studies live.causes                                # about eight minutes on two cores
     python -m studies live.causes --only pinning,storage         # some of the jobs
     python -m studies live.causes --busy                         # beside a busy process a core
     python -m studies live.causes --named-only                   # without what helps: half the time
@@ -62,7 +62,7 @@ CAUSES = (
     Injected(7, "slow_samples", injected.slow_samples, "run", verb="run"),
     Injected(8, "slow_rank", injected.slow_rank, "8 workers on the slow rank"),
     Injected(9, "idle_memory", injected.idle_memory, "persistent_workers=False", "MB"),
-    Injected(10, "cores", injected.cores, "1 worker in place of 8"),
+    Injected(10, "cores", injected.cores, "no workers in place of 8"),
     Injected(11, "storage", injected.storage, "12 workers in place of 2"),
     Injected(12, "device_in_worker", injected.device_in_worker, "the device in the loop", "MB", simulated={}),
     Injected(12, "training_memory", injected.training_memory, "forkserver, under run", "MB", "run"),

@@ -216,7 +216,7 @@ def rank_of_two(rank: int, folder: str, waits_s: list[float], workers: list[int]
     gradients = torch.ones(1000)
 
     def step(batch: Any) -> None:
-        time.sleep(0.03)
+        time.sleep(0.05)
         distributed.all_reduce(gradients)
         gradients.div_(2)
 
@@ -237,7 +237,7 @@ def two_ranks(waits_s: list[float], workers: list[int], batches: int) -> Found:
 
 
 def slow_rank(cured: bool) -> Found:
-    return two_ranks([0.001, 0.02], [2, 8 if cured else 2], 120)
+    return two_ranks([0.001, 0.04], [2, 8 if cured else 2], 80)
 
 
 class Cached(Samples):
@@ -289,7 +289,7 @@ def trains() -> Step:
 
 
 def cores(cured: bool) -> Found:
-    return {"s": loop_s(DataLoader(Multiplied(1200), batch_size=8, num_workers=1 if cured else 8), trains())}
+    return {"s": loop_s(DataLoader(Multiplied(1200), batch_size=8, num_workers=0 if cured else 8), trains())}
 
 
 def storage(cured: bool) -> Found:
@@ -385,7 +385,7 @@ def validated() -> Found:
 def checkpointed() -> Found:
     """Evaluation and checkpoints inside the loop."""
     training = DataLoader(Samples(1600, 0.001), batch_size=8, num_workers=2)
-    validation, weights = DataLoader(Samples(160, 0.001), batch_size=8), torch.rand(10_000_000)
+    validation, weights = DataLoader(Samples(160), batch_size=8), torch.rand(10_000_000)
     seconds, batches = 0.0, itertools.count(1)
     with tempfile.TemporaryDirectory() as folder:
 
@@ -400,7 +400,7 @@ def checkpointed() -> Found:
 
 
 def equal_ranks() -> Found:
-    return two_ranks([0.001, 0.001], [2, 2], 250)
+    return two_ranks([0.001, 0.001], [2, 2], 180)
 
 
 def spawned() -> Found:
