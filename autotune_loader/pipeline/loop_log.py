@@ -49,6 +49,9 @@ PAUSE_S, PAUSE_STEPS, PAUSE_USUAL = 0.5, 20.0, 2.0
 """A pause takes longer than this, than so many median steps, and than so many times what comes back often."""
 WAITS_FOR_A_THREAD = {("threading.py", "join"), ("_base.py", "result"), ("base_events.py", "run_forever")}
 """Where the main thread is while another one trains; beside one that reads ahead, it trains."""
+COLLECTING, COLLECTING_S = 0.1, 0.0005
+"""Where all steps take less than this share of the pauses, of which there were some, and less than so much each, the loop only
+collects batches in between, as where gradients are accumulated over hundreds of them: its pauses are its steps."""
 OFTEN, LEAST_OFTEN = 80, 3
 """What comes once in so many steps comes back often, and has come at least so many times."""
 
@@ -59,7 +62,7 @@ Pinned = tuple[float, float]
 
 
 @dataclass(slots=True)
-class Span:
+class Extent:
     """Of a loop, by the host's clock."""
 
     begun: float
@@ -71,8 +74,8 @@ class Beside(threading.local):
     """What this thread does within the steps of its loops: the loops that were begun last, and seconds of checkpoints."""
 
     def __init__(self) -> None:
-        self.loops = deque[Span](maxlen=32)
-        self.saved = deque[Span](maxlen=32)
+        self.loops = deque[Extent](maxlen=32)
+        self.saved = deque[Extent](maxlen=32)
         self.saved_s = 0.0
         self.is_saving = False
 
@@ -91,7 +94,7 @@ def saving() -> Iterator[None]:
         yield
     finally:
         now = time.monotonic()
-        beside.saved.append(Span(begun, now))
+        beside.saved.append(Extent(begun, now))
         beside.saved_s += now - begun
         beside.is_saving = False
 
@@ -145,6 +148,7 @@ class Log:
         """What the latest steps took, pauses included."""
         self._aside = list[float]()
         """Steps that were pauses when they ended: they are counted if they come back often."""
+        self._pauses, self._is_collecting = 0, False
         self.parent: ParentProcess | None = None
         """What workers were forked from last; None where they are not forked."""
         self.workers = 0
@@ -191,12 +195,20 @@ class Log:
         else:
             totals.paused_s += seconds
             self._aside.append(seconds)
+            self._pauses += 1
         if self._aside and len(self.steps) > 1 and (seconds > PAUSE_S or len(self.steps) == 2):
             longest = longest_s(self.steps)
             steps_s = sum(each for each in self._aside if each <= longest)
             totals.stepped_s += steps_s
             totals.paused_s -= steps_s
             self._aside = [each for each in self._aside[-LATEST_STEPS:] if each > longest]
+        if self._pauses >= LEAST_OFTEN:
+            shortest_s = min(COLLECTING * totals.paused_s, COLLECTING_S * totals.batches)
+            self._is_collecting |= totals.stepped_s < shortest_s
+        if self._is_collecting:
+            totals.stepped_s += totals.paused_s
+            totals.paused_s = 0.0
+            self._aside.clear()
         if row is not None:
             self.rows.append(row)
             if self.sampled is not None:
@@ -216,7 +228,7 @@ class Loop:
     """
 
     def __init__(self, log: Log, now: float) -> None:
-        self._log, self.begun, self._span = log, now, Span(now, now)
+        self._log, self.begun, self._span = log, now, Extent(now, now)
         self._asked = self._own_asked = now
         self._received, self._samples = 0.0, 0
         self._fetch: Fetch | None = None

@@ -248,10 +248,22 @@ def _tell(*, flushes: bool = True) -> None:
 def _tell_at_sigterm() -> None:
     """Tell before SIGTERM ends this process; nothing where the script handles it, or this is not the main thread."""
     is_main = threading.get_ident() == threading.main_thread().ident
-    if is_main and _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+    if is_main and _signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not _is_caught_in_c(os.getpid()):
         if not hasattr(signal.getsignal, HOOKED):
             _hide_our_handler()
         _signal.signal(signal.SIGTERM, _tell_and_end)
+
+
+@functools.lru_cache(maxsize=1)
+def _is_caught_in_c(_pid: int) -> bool:
+    """Whether SIGTERM has a handler that Python does not know, such as one of `faulthandler`, by the time of the first loader.
+
+    A line of `status` (proc_pid_status(5)) is `SigCgt: 0000000100004002`, a bit for each signal.
+    """
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status", encoding="ascii") as file:  # noqa: PTH123 - light
+        caught = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt"))
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
 def _tell_and_end(number: int, _frame: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import functools
 import os
 import pkgutil
 import runpy
@@ -70,6 +71,16 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 signal.raise_signal(signal.SIGINT)
 
+    leave = os._exit
+
+    @functools.wraps(leave)
+    def end_at_once(status: int) -> None:
+        if os.getpid() == pid and hook.has_batches:  # processes of its own have told at their end
+            with contextlib.suppress(Exception):
+                hook.tell(flushes=False)
+        leave(status)
+
+    os._exit = end_at_once  # type: ignore[assignment]
     plan.hand_on()
     active.clear()  # a run within a run reports for itself
     hook.install()

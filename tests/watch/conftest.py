@@ -3,7 +3,7 @@ import pytest
 from tests.support.bench import Bench
 
 HEAD = """
-import os, random, sys, time
+import os, random, signal, sys, time
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info

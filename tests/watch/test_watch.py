@@ -184,6 +184,22 @@ TRACED = """
     """
 
 
+ENDS_AT_ONCE = """
+    if __name__ == "__main__":
+        list(DataLoader(Waiting(40), batch_size=8))
+        os._exit(3)
+    """
+STACKS = """
+    import faulthandler
+    faulthandler.register(signal.SIGTERM, chain=sys.argv[1] == "chain")
+    if __name__ == "__main__":
+        for n, x in enumerate(DataLoader(Waiting(240), batch_size=8)):
+            if n == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+        print("went on")
+    """
+
+
 def loaders_in(path):
     return json.loads(path.read_text())["loaders"]
 
@@ -271,6 +287,27 @@ def test_a_signal_ends_a_script_as_without_us(bench, verb, arguments, code, prin
     assert loader["batches"] == 31
     assert "31 batches" in ended.report
     assert TuningResult.load(bench.folder / "o.json").best.num_workers == int(arguments[0])
+
+
+def test_what_os_exit_ends_is_told(bench):
+    bench.write(ENDS_AT_ONCE)
+    ended = bench.command("watch", "-o", "o.json", "--json", "r.json", "train.py")
+    assert ended.code == 3
+    assert "5 batches" in ended.report
+    assert [each["batches"] for each in loaders_in(bench.folder / "r.json")] == [5]
+    assert TuningResult.load(bench.folder / "o.json").status == "partial"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "printed"), [("chain", -signal.SIGTERM, ""), ("alone", 0, "went on\n")]
+)
+def test_handlers_of_faulthandler_stay(how, code, printed, bench):
+    bench.write(STACKS)
+    ended = bench.command("watch", "train.py", how, FETCH_S="0")
+    assert ended.code == code
+    assert ended.printed.endswith(printed)
+    assert "most recent call first" in ended.printed
+    assert ("30 batches" in ended.report) == (how == "alone")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -511,6 +511,25 @@ def test_waits_pauses_and_starts_are_told_apart(monkeypatch):
     assert loop.known.is_read_ahead
 
 
+@pytest.mark.parametrize(
+    ("collected", "others_s", "paused_s"),
+    [
+        (100, 0.0001, 0.0),  # gradients of a hundred batches, in one go
+        (100, 0.01, 7 * 1.0),  # an evaluation after a hundred steps
+    ],
+)
+def test_what_collects_batches_trains_in_between(collected, others_s, paused_s, monkeypatch):
+    loop = FakeLoop(7 * collected, monkeypatch)
+    for _ in range(7):
+        for _ in range(collected - 1):
+            loop.batch(0.0001, others_s)
+        loop.batch(0.0001, 1.0)
+    loop.watch.loop.ask(loop.now)
+    totals = loop.known.log.totals
+    assert totals.paused_s == pytest.approx(paused_s)
+    assert totals.stepped_s == pytest.approx(7 * (99 * others_s + 1.0) - paused_s)
+
+
 def test_of_a_batch_dense_tensors_are_looked_at():
     dense, sparse = torch.eye(2), torch.eye(2).to_sparse()
     batch = {"x": [sparse, (dense, 1)], "y": "text"}
