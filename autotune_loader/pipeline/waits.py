@@ -60,7 +60,8 @@ class Waits:
         self.batches += 1
         self.waited_s += waited_s
         self.fetched_s += service_s
-        self.cpu_s += cpu_s
+        if cpu_s >= 0.0:  # not where it is not known
+            self.cpu_s += cpu_s
         handed_s = received - (whole if whole > asked else asked)
         self.transfer_s += handed_s if handed_s > 0 else 0.0
         self._latest.append(service_s)

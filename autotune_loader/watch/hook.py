@@ -33,6 +33,7 @@ from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.watch.run_plan import LINE, VARIABLE, Plan, Verb, say
 
 if TYPE_CHECKING:
+    from autotune_loader.report.script import ScriptReport
     from autotune_loader.watch.session import Session
 
 active: list[Hook] = []
@@ -77,6 +78,15 @@ class Hook:
     def has_batches(self) -> bool:
         """Whether a loader of this process gave any."""
         return self._session is not None and bool(self._session.known)
+
+    @property
+    def report(self) -> ScriptReport | None:
+        """What is known by now of the loaders of this process; None before one of them gave a batch."""
+        if not self.has_batches:
+            return None
+        from autotune_loader.watch.report import seen_of
+
+        return seen_of(self.session).report
 
     @property
     def is_waiting_too_long(self) -> bool:

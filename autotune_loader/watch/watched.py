@@ -142,9 +142,10 @@ class Watch:
 
     def __init__(self, known: ScriptLoader, loader: Any, begun: float, iterator: Any = None) -> None:
         size = getattr(loader, "batch_size", None)
-        own = getattr(iterator, "_log", None)
-        self.is_noted, count = own is known.log, 0
-        if isinstance(own, type(known.log)):
+        own: Any = getattr(iterator, "_log", None)
+        self.is_noted, self._is_ours, count = own is known.log, isinstance(own, type(known.log)), 0
+        self._is_in_order = bool(loader.num_workers) and getattr(loader, "in_order", True)
+        if self._is_ours:
             known.log.parent = own.parent
         elif count := loader.num_workers:
             known.log.workers_start(getattr(loader, "multiprocessing_context", None))
@@ -152,7 +153,7 @@ class Watch:
         self._known, self._size = known, size if isinstance(size, int) else 0
         self.is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         self.sizes, self.message = deque[int](), -1
-        self.workers = Workers(known, iterator, count) if count or own is not None else known.without_workers
+        self.workers = Workers(known, iterator, count) if count or self._is_ours else known.without_workers
         self.loop = iterator._loop if self.is_noted else known.log.begin(begun)
         self._begin(begun)
 
@@ -205,10 +206,12 @@ class Watch:
                 nvtx.range_pop()
         received = time.monotonic()
         if not self.is_noted:
-            number = 0
-            if self.workers.asked:
-                number = iterator._rcvd_idx - 1 if getattr(iterator, "_in_order", True) else self.message
-            loop.receive(received, self.count(iterator, batch), *self.workers.history(number, asked, received))
+            count = self.count(iterator, batch)
+            if self._is_ours:
+                loop.receive(received, count, iterator.fetch)
+            else:
+                number = iterator._rcvd_idx - 1 if self._is_in_order else self.message
+                loop.receive(received, count, *self.workers.history(number, asked, received))
         if asked_cpu is not None:
             self._clocked(received, batch, asked_cpu)
         return batch

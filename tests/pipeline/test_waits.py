@@ -1,5 +1,7 @@
 """What a loop waited for, by the histories of its batches."""
 
+import math
+
 import pytest
 
 from autotune_loader.pipeline.waits import Waits
@@ -66,6 +68,13 @@ def test_a_batch_far_above_the_usual_is_slow(position, slow_s, waited_s, expecte
     assert waits.slow == (expected is not None)
     assert waits.slow_s == pytest.approx(expected or 0.0)
     assert waits.slow_fetches_s == pytest.approx(slow_s if expected else 0.0)
+
+
+def test_cpu_that_is_not_known_is_none():
+    waits = Waits()
+    for cpu_s in (math.nan, 0.5):
+        waits.add(0.0, 1.0, cpu_s, 0.0, 1.0)
+    assert waits.cpu_s == 0.5
 
 
 def test_short_batches_are_not_slow():

@@ -213,6 +213,17 @@ def test_enabling_writes_what_it_is_asked_for(tmp_path, capsys):
     assert LINE in (tmp_path / "loader.json").read_text()
 
 
+def test_a_hook_has_its_report_at_any_time(watching):
+    assert watching.report is None
+    loader = make()
+    for _ in range(2):
+        list(loader)
+        (told,) = watching.report.loaders
+        assert told.batches == 12 * told.epochs
+    assert told.epochs == 2
+    assert str(told.bottleneck) in " ".join(str(watching.report).split())
+
+
 def test_enabling_again_leaves_nothing_behind(capsys):
     with enable("watch"):
         list(DataLoader(NUMBERS))

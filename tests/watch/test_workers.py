@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from autotune_loader import enable
+from autotune_loader import AutoLoader, enable
 from autotune_loader.machine import clocks, processes
 from autotune_loader.machine.processes import copied_bytes
 from autotune_loader.pipeline import figures as workers
@@ -79,6 +79,18 @@ def test_out_of_order_batches_keep_their_histories(watching):
     numbers = [int(batch[0, 0]) // 4 for batch in loader]
     (known,) = watching.session.loaders
     assert known.log.rows[numbers.index(1)].service_s >= 0.056
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_autoloader_tells_its_histories_itself(workers, watching):
+    loader = AutoLoader(Slow(), batch_size=4, num_workers=workers, tune=False)
+    assert len(list(loader)) == 6
+    (told,) = watching.report.loaders
+    (known,) = watching.session.loaders
+    assert known.log.waits.batches == 5
+    assert known.log.waits.fetched_s >= 5 * 0.008
+    assert told.time.wall == pytest.approx(known.log.totals.wall_s)
 
 
 @pytest.mark.process
