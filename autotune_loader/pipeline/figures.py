@@ -103,9 +103,9 @@ class LoopFigures:
         """Whether the script has asked for worker processes."""
         return self.own.num_workers > 0
 
-    def begin_trace(self) -> None:
-        """From now on batches are kept for a trace."""
-        self.log.sampled = Sampled()
+    def begin_trace(self, most: int) -> None:
+        """From now on batches are kept for a trace, at most so many."""
+        self.log.sampled = Sampled(most)
 
     def trace(self, name: str) -> LoaderTrace | None:
         """What a trace shows of it; None where none is written."""
@@ -171,7 +171,8 @@ class Workers:
         with suppress(Exception):  # a kernel without files in memory: what they note is not known
             if count:
                 self._notes = Notes(forks=self._log.parent is not None, collates=self._log.sampled is not None)
-                pinning.append((weakref.ref(iterator), self._notes))
+                if getattr(iterator, "_pin_memory", False):
+                    pinning.append((weakref.ref(iterator), self._notes))
         here.notes = self._notes
 
     def started(self, iterator: Any) -> None:

@@ -255,5 +255,5 @@ def leave_processes() -> None:
     garbage.stop()
 
 
-pinning = deque[tuple[Callable[[], Any], Notes]](maxlen=64)
+pinning = deque[tuple[Callable[[], Any], Notes]](maxlen=8)
 """Iterators that may start a pinning thread, as weak references, and their notes."""

@@ -25,6 +25,8 @@ from autotune_loader.watch.watched import FEWEST_BATCHES, ScriptLoader, watch_it
 
 MOST_FIRST_LOOKS = 3
 """Loaders of a process that are told of before its end."""
+MOST_TRACED, FEWEST_TRACED = 24_000, 256
+"""Batches of the first loader in a trace; each further one has half as many, so that all of them take at most 50 MB."""
 SPEAK_AFTER_S = 9.5
 """From the first batch that is asked for until something is said: within 10 s."""
 
@@ -112,7 +114,7 @@ class Session:
             own = LoaderConfig.from_loader(loader) if asked is None else asked
             known = ScriptLoader(site, self._name_of(site), own, self._look_at, self.loaders)
             if self.plan.trace is not None:
-                known.begin_trace()
+                known.begin_trace(max(FEWEST_TRACED, MOST_TRACED // self.ranks >> len(self.loaders)))
             self.loaders.append(known)
             alike.append(known)
         known.owner, known.dataset = weakref.ref(loader), _reference(getattr(loader, "dataset", None))

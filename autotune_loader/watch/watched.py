@@ -210,7 +210,7 @@ class Watch:
             if self._is_ours:
                 loop.receive(received, count, iterator.fetch)
             else:
-                number = iterator._rcvd_idx - 1 if self._is_in_order else self.message
+                number = getattr(iterator, "_rcvd_idx", 0) - 1 if self._is_in_order else self.message
                 loop.receive(received, count, *self.workers.history(number, asked, received))
         if asked_cpu is not None:
             self._clocked(received, batch, asked_cpu)
