@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class Account:
     """Waiting for a batch that is being pinned."""
     slow_samples: float = 0.0
     """Waiting for batches that take their worker far longer than usual, beyond what is usual."""
+    slow_rank: float = 0.0
+    """Waiting, within steps, for a rank that waits for data longer than this one."""
 
     @property
     def waiting(self) -> float:
@@ -70,6 +73,11 @@ class Account:
     def accelerator_utilization(self) -> float | None:
         """AU of MLPerf Storage: the share of steps in steps and waiting (mlcommons/storage, Submission_guidelines.md)."""
         return self.step / (self.step + self.waiting) if self.step else None
+
+    def beside(self, others: Iterable[Account]) -> Account:
+        """The same where all steps wait for the rank that waits longest for data; `others` are the accounts of all ranks."""
+        longer_s = max(each.waiting for each in others) - self.waiting
+        return replace(self, step=self.step - longer_s, slow_rank=longer_s) if 0 < longer_s < self.step else self
 
     def to_plain(self) -> dict[str, Any]:
         """Its entry in a report: the wall time, and its parts."""

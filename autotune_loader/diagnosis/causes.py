@@ -31,6 +31,8 @@ READY_S = 0.2
 """A worker that is not ready after so long imports or unpickles."""
 COPIED_BYTES, COPIED_SHARE = 64 << 20, 0.1
 """A worker that has copied so much, and this share of what it shared, goes on copying."""
+GARBAGE = "garbage_collection"
+"""The kind of two rows: collections in workers and in the loop."""
 IDLE_BYTES, IDLE_SHARE = 256 << 20, 0.5
 """Memory of idle workers, and the share of their lives that they are idle."""
 
@@ -87,9 +89,6 @@ def causes(signs: Signs) -> tuple[NamedCause, ...]:
     return tuple(sorted(found, key=lambda each: -(each.seconds or 0.0)))
 
 
-GARBAGE = "garbage_collection"
-
-
 def _named(finding: Finding, advice: str, seconds: float | None = None, kind: str | None = None) -> NamedCause:
     return NamedCause(kind=kind or finding.kind, sentence=str(finding), seconds=seconds, advice=str(advice))
 
@@ -122,9 +121,8 @@ def _of_starts(signs: Signs) -> Iterator[NamedCause]:
 def _of_garbage(signs: Signs) -> Iterator[NamedCause]:
     totals, account = signs.totals, signs.account
     share = signs.garbage_s / (signs.workers * totals.active_s) if signs.workers else 0.0
-    in_workers_s = share * (
-        account.computing + account.core + account.transfer
-    )  # a batch is sent by a thread of the worker
+    sent_s = account.transfer  # by a thread of the worker
+    in_workers_s = share * (account.computing + account.core + sent_s)
     in_loop_s = totals.step_garbage_s + (0.0 if signs.workers else totals.wait_garbage_s)
     if in_workers_s >= _least_s(signs):
         yield _named(Cause.GARBAGE_IN_WORKERS(where=signs.where, share=share), Advice.FREEZE(), in_workers_s, GARBAGE)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from autotune_loader.machine.clocks import garbage
 from autotune_loader.machine.nvml import GpuMeter
 from autotune_loader.machine.processes import PROC, CpuTimes, copied_bytes, private_bytes, process_use
 from autotune_loader.pipeline.loop_log import Fetch, Log, Pinned
-from autotune_loader.pipeline.worker_notes import Notes, WorkerNote, here, leave_processes, look_into_processes, pinning
+from autotune_loader.pipeline.worker_notes import Notes, WorkerNote, here, look_into_processes, pinning
 from autotune_loader.values import MAIN_PROCESS, LoaderConfig, LoaderTrace, Sampled
 
 READ_EVERY_S, READ_FIRST_S, MOST_READ = 2.0, 0.5, 4
@@ -132,8 +133,8 @@ class LoopFigures:
         self.in_loop.add(1, asked, CpuTimes.of_thread())
 
     def close(self) -> None:
-        """Nothing of this process is timed any more."""
-        leave_processes()
+        """Collections are timed no more; what stands in torch's places only calls torch's own."""
+        garbage.stop()
 
     def look_into(self, batch: Any) -> None:
         """See what the first batch is made of."""

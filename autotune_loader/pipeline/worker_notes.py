@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ROW, ROWS = Struct("6d"), 1024
 """number, worker, fetch_start, fetch_end, collate_end, cpu_s; of so many batches that are under way."""
-HEAD, WORKERS = Struct("7d"), 256
+HEAD, WORKERS = Struct("6d"), 256
 """A `WorkerNote`; of so many workers."""
 SIZE = ROW.size * ROWS + HEAD.size * WORKERS
 WORKER_LOOPS = ("_worker_loop", "_process_worker_loop")
@@ -52,8 +52,6 @@ class WorkerNote(NamedTuple):
     """From the start of its process until torch's loop, in which a spawned one imports and unpickles; 0 of one not seen."""
     ready_s: float
     """From then on until it asked for a batch, in which `worker_init_fn` runs."""
-    cpu_s: float
-    """CPU until then."""
     uses_device: float
     """1 where it has initialized an accelerator."""
     batches: float
@@ -104,16 +102,16 @@ class Notes:
         get, put, memory = tasks.get, results.put, self._memory
         born_s, begun, head = _age_s(), time.monotonic(), ROW.size * ROWS + HEAD.size * number
         start = cpu_s = queued_at_first_s = next_look_s = queued_for_s = uses_device = 0.0
-        ready: tuple[float, float] | None = None
+        ready_s: float | None = None
         batches, fetched = 0, [0.0]
         garbage.watch()
         if self._collates:
             arguments["collate_fn"] = functools.partial(_collate, arguments["collate_fn"], fetched)
 
         def noted_get(*args: Any, **options: Any) -> Any:
-            nonlocal start, cpu_s, ready, queued_at_first_s
-            if ready is None:
-                ready, garbage.seconds = (time.monotonic() - begun, time.process_time()), 0.0
+            nonlocal start, cpu_s, ready_s, queued_at_first_s
+            if ready_s is None:
+                ready_s, garbage.seconds = time.monotonic() - begun, 0.0
                 queued_at_first_s = queued_s("thread-self")
             task = get(*args, **options)
             start, cpu_s = time.monotonic(), time.process_time()
@@ -127,8 +125,8 @@ class Notes:
             if end >= next_look_s:
                 next_look_s, queued_for_s = end + LOOK_EVERY_S, queued_s("thread-self") - queued_at_first_s
                 uses_device = uses_device or float(initialized_accelerator() is not None)
-            if number < WORKERS and ready is not None:
-                HEAD.pack_into(memory, head, born_s, *ready, uses_device, batches, queued_for_s, garbage.seconds)
+            if number < WORKERS:
+                HEAD.pack_into(memory, head, born_s, ready_s, uses_device, batches, queued_for_s, garbage.seconds)
 
         def noted_put(message: Any, *args: Any, **options: Any) -> None:
             end = time.monotonic()
@@ -248,11 +246,6 @@ def look_into_processes() -> None:
     setattr(worker, name, NotedLoop(loop))
     vars(pin_memory)["_pin_memory_loop"] = pin
     torch.save = torch.serialization.save = timed
-
-
-def leave_processes() -> None:
-    """Collections are timed no more; what stands in torch's places only calls torch's own."""
-    garbage.stop()
 
 
 pinning = deque[tuple[Callable[[], Any], Notes]](maxlen=8)

@@ -144,7 +144,8 @@ class ScriptReport:
             if sorted(ranks) == list(range(len(alike))):
                 told = [(each.time, str(each.bottleneck)) for each in alike]
                 if (found := slow_rank(loader.name, told)) is not None:
-                    loaders[number] = replace(loader, causes=(found, *loader.causes))
+                    time = loader.time.beside(account for account, _ in told)
+                    loaders[number] = replace(loader, time=time, causes=(found, *loader.causes))
         return replace(self, loaders=tuple(loaders))
 
     def save(self, path: str | os.PathLike[str]) -> None:

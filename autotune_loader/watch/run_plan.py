@@ -23,7 +23,7 @@ STARTUP = str(Path(__file__).with_name("startup"))
 LINE = "_autotune_loader_line"
 """Attribute of a loader: file and number of the line that made it."""
 Verb = Literal["watch", "run"]
-SHARE_AND_NEXT = re.compile(r"waits for data \d+%|(?<=  )next: .*(?:\n {4}.*)*")
+SHARE_AND_NEXT = re.compile(r"Training could win [^(]+(?= \()|waits for data \d+%|(?<=  )next: .*(?:\n {4}.*)*")
 """What a terminal shows in colour."""
 LEGIBLY = "autotune_loader"
 """An error handler of `codecs`, for terminals that lack characters of our reports."""

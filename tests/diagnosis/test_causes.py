@@ -154,6 +154,16 @@ def test_no_rank_is_named_without_cause(alike):
     assert slow_rank("train.py:7", [(each, "a") for each in alike]) is None
 
 
+def test_a_step_that_waits_for_a_rank_is_waiting():
+    ranks = [Account(step=95.0, storage=5.0), Account(step=65.0, storage=35.0)]
+    first, slow = (each.beside(ranks) for each in ranks)
+    assert first == Account(step=65.0, storage=5.0, slow_rank=30.0)
+    assert first.accelerator_utilization == 0.65
+    assert slow == ranks[1]
+    # AND not where there are fewer seconds of steps
+    assert Account(step=20.0).beside(ranks) == Account(step=20.0)
+
+
 # Where each second went
 
 
