@@ -309,17 +309,16 @@ class Loop:
 
     def _others(self, received: float) -> tuple[float, float]:
         """Seconds of loops and of checkpoints since then: within the step that has just ended."""
-        loops, evaluated_s = beside.loops, 0.0
+        loops, inner, saved = beside.loops, list[Extent](), list[Extent]()
         while loops and loops[-1].begun > received:  # an iterator that another is zipped with began before
-            inner = loops.pop()
-            evaluated_s += inner.moment - inner.begun
-            self._log.mark("evaluation", inner.begun, inner.moment)
-        saved_s = beside.saved_s - self._saved_s
-        if saved_s:
-            for each in beside.saved:
-                if each.begun > received:
-                    self._log.mark("checkpoint", each.begun, each.moment)
-        return evaluated_s, saved_s
+            inner.append(loops.pop())
+        if beside.saved_s != self._saved_s:
+            own = [each for each in beside.saved if each.begun >= received]
+            saved = [each for each in own if not any(its.begun <= each.begun < its.moment for its in inner)]
+        for name, extents in (("evaluation", inner), ("checkpoint", saved)):
+            for each in extents:
+                self._log.mark(name, each.begun, each.moment)
+        return sum(each.moment - each.begun for each in inner), sum(each.moment - each.begun for each in saved)
 
     def _begin(self, now: float) -> None:
         self._asked = self._begun = now

@@ -94,6 +94,26 @@ def test_a_checkpoint_counts_once(now):
     assert totals.wall_s == pytest.approx(training.wall_s)
 
 
+def test_a_checkpoint_of_an_evaluation_is_evaluation(now):
+    inner, outer = Training(now), Training(now)
+
+    def saves():
+        with saving():
+            now.sleep(1.0)
+
+    def step():
+        now.sleep(0.25)
+        inner.epoch(2, saves)
+        saves()
+
+    outer.epoch(3, step)
+    totals = outer.log.totals
+    assert totals.stepped_s == pytest.approx(3 * 0.25)
+    assert totals.saved_s == pytest.approx(3 * 1.0)
+    assert totals.evaluated_s == pytest.approx(inner.wall_s)
+    assert inner.log.totals.saved_s == pytest.approx(3 * 2 * 1.0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_seconds_add_up_to_the_wall(seed, now):
     draw = random.Random(seed)

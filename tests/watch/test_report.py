@@ -275,8 +275,7 @@ DRAWN = f"""\
 autotune-loader run: 2 loaders in 61 s
 
 train.py:41  Images[1200], batches of 32, shuffled
-  Training could win 1.40 s of 12 s per epoch (accelerator utilization 88%).
-  seconds per epoch: step 11 s, computing 1.20 s, storage 200 ms
+  seconds per epoch, all settings: step 11 s, computing 1.20 s, storage 200 ms
   190 batches in 5 epochs, now 212 samples/s, waits for data 12% of the time
   settings: num_workers=0
   now: num_workers=2, prefetch_factor=4: 1.83x (1.75x to 1.92x) as fast
