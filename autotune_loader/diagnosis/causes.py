@@ -68,8 +68,6 @@ class Signs:
     """The time in steps and waiting with all loaders."""
     tensors: int = 0
     """Of a batch."""
-    receiving_cpu_s: float = 0.0
-    """CPU that the loop took to receive all batches."""
     ready_s: float = 0.0
     """Until they were ready, of all workers over all epochs."""
     started: int = 0
@@ -149,8 +147,7 @@ def _of_waits(signs: Signs) -> Iterator[NamedCause]:
         each = waits.pinned_s / waits.batches
         told = Cause.PINNING(where=signs.where, seconds=account.pinning, each=each)
         yield _named(told, Advice.DO_NOT_PIN(), account.pinning)
-    is_own = signs.receiving_cpu_s >= least_s / 2  # and not only that of busy cores
-    if signs.workers and signs.tensors >= MANY_TENSORS and account.transfer >= least_s and is_own:
+    if signs.workers and signs.tensors >= MANY_TENSORS and account.transfer >= least_s:
         told = Cause.MANY_TENSORS(where=signs.where, tensors=signs.tensors, seconds=account.transfer)
         yield _named(told, _tuned_or(signs, Advice.ONE_MESSAGE, Advice.STACK), account.transfer)
 

@@ -124,7 +124,7 @@ def evidence_of(figures: LoopFigures, fetching: Fetching, job: Job) -> Evidence:
 def _signs(figures: LoopFigures, account: Account, where: str, job: Job) -> Signs:
     """What its causes are told by."""
     seen, workers = figures.of_workers, figures.own.num_workers
-    command, receiving = job.to_tune if workers else job.to_allow, figures.in_loop.of_one
+    command = job.to_tune if workers else job.to_allow
     return Signs(
         where=where,
         totals=figures.log.totals,
@@ -135,7 +135,6 @@ def _signs(figures: LoopFigures, account: Account, where: str, job: Job) -> Sign
         command=None if job.is_tuned else command,
         script_s=job.active_s,
         tensors=figures.batch_tensors,
-        receiving_cpu_s=0.0 if receiving is None else receiving.cpu_s * figures.log.totals.batches,
         ready_s=seen.ready_s,
         started=seen.started,
         on_device=seen.on_device,

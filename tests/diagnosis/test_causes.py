@@ -30,7 +30,7 @@ def signs(account=None, **changed):
 
 SLOW = Waits(batches=90, slow=3, slow_fetches_s=30.0, usual_s=0.1)
 PINNED = Waits(batches=90, pinned_s=9.0)
-MANY = {"account": {"transfer": 5.0}, "tensors": 16, "receiving_cpu_s": 2.5}
+MANY = {"account": {"transfer": 5.0}, "tensors": 16}
 GARBAGE = {"account": {"computing": 40.0}, "garbage_s": 50.0}
 COPIED = {"copied_bytes": 110 << 20}
 IDLE = {"idle_bytes": 256 << 20, "idle_s": 100.0}
@@ -49,8 +49,7 @@ CASES = {
     Cause.PINNING: ({"account": {"pinning": 5.0}, "waits": PINNED}, Advice.DO_NOT_PIN,
                     {"account": {"pinning": 4.9}}),
     Cause.MANY_TENSORS: (MANY, Advice.ONE_MESSAGE,
-                         {"tensors": 15}, {"account": {"transfer": 4.9}}, {"workers": 0},
-                         {"receiving_cpu_s": 2.4}),
+                         {"tensors": 15}, {"account": {"transfer": 4.9}}, {"workers": 0}),
     Cause.GARBAGE_IN_WORKERS: (GARBAGE, Advice.FREEZE, {"garbage_s": 49.0}),
     Cause.GARBAGE_IN_LOOP: (
         {"account": {}, "totals": totals(step_garbage_s=5.0)}, Advice.FREEZE,
