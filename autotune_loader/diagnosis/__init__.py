@@ -10,10 +10,10 @@ judge.py     what limits it, what to do about it, and both put into a result
 """
 
 from autotune_loader.diagnosis.account import Account
-from autotune_loader.diagnosis.causes import NamedCause, slow_rank
+from autotune_loader.diagnosis.causes import Job, NamedCause, slow_rank
 from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.judge import diagnose, judged
-from autotune_loader.diagnosis.loops import Job, judge_loops
+from autotune_loader.diagnosis.loops import judge_loops
 from autotune_loader.diagnosis.tables import Advice, Answer, Bottleneck, Cause, Caution, Ended, Kept, Source, Undecided
 from autotune_loader.results.record import Finding
 

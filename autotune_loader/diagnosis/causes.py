@@ -6,9 +6,10 @@ on a clock or a count of its own, so that several may hold at once; the one that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune_loader.diagnosis.account import Account
 from autotune_loader.diagnosis.judge import LARGE_PARENT_BYTES
@@ -16,9 +17,7 @@ from autotune_loader.diagnosis.tables import Advice, Cause
 from autotune_loader.results.record import Finding
 
 if TYPE_CHECKING:
-    from autotune_loader.pipeline.forking import ParentProcess
-    from autotune_loader.pipeline.loop_log import Totals
-    from autotune_loader.pipeline.waits import Waits
+    from autotune_loader.pipeline.figures import LoopFigures
 
 FEWEST_BATCHES = 8
 """Fewer say nothing of what comes back."""
@@ -52,135 +51,127 @@ class NamedCause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
-    """What was seen of a loader's loops and workers."""
+class Job:
+    """The script that a loader is of, and where it runs."""
 
-    where: str
-    """The line that makes it."""
-    totals: Totals
-    waits: Waits
+    active_s: float
+    """Seconds of steps and waiting with all loaders."""
+    cores: float
+    on_accelerator: bool
+    to_tune: str
+    """The command that tunes its loaders."""
+    to_allow: str
+    """The same where loaders without workers may have some."""
+    is_tuned: bool
+    """Whether that runs already."""
+
+
+class Case(NamedTuple):
+    """A loader of a script, and the line that makes it."""
+
+    figures: LoopFigures
     account: Account
-    workers: int
-    is_persistent: bool
-    command: str | None
-    """What tunes the script's loaders; None where it does so already."""
-    script_s: float
-    """The time in steps and waiting with all loaders."""
-    tensors: int = 0
-    """Of a batch."""
-    ready_s: float = 0.0
-    """Until they were ready, of all workers over all epochs."""
-    started: int = 0
-    """Workers that have made a batch, over all epochs."""
-    on_device: int = 0
-    garbage_s: float = 0.0
-    """Of garbage collections in workers."""
-    copied_bytes: int = 0
-    idle_s: float = 0.0
-    idle_bytes: int = 0
-    parent: ParentProcess | None = None
+    where: str
+    job: Job
+
+    @property
+    def workers(self) -> int:
+        """Those that the script has asked for."""
+        return self.figures.own.num_workers
+
+    def least_s(self, share: float = TIME_SHARE) -> float:
+        """Seconds from which on something is named."""
+        is_long = self.figures.log.totals.batches >= FEWEST_BATCHES
+        return max(LEAST_S, share * self.job.active_s) if is_long else math.inf
+
+    def named(self, row: Cause, advice: Finding, seconds: float | None = None, **figures: Any) -> NamedCause:
+        """A cause, with its figures."""
+        sentence = row(where=self.where, workers=self.workers, seconds=seconds, **figures)
+        kind = GARBAGE if row in (Cause.GARBAGE_IN_WORKERS, Cause.GARBAGE_IN_LOOP) else row.kind
+        return NamedCause(kind=kind, sentence=str(sentence), seconds=seconds, advice=str(advice))
+
+    def tuned_or(self, tuned: Advice, otherwise: Advice) -> Finding:
+        """The advice that names the command, or another one where that runs already."""
+        command = self.job.to_tune if self.workers else self.job.to_allow
+        return otherwise() if self.job.is_tuned else tuned(command=command)
 
 
-def causes(signs: Signs) -> tuple[NamedCause, ...]:
-    """The causes that hold, the one that takes most time first, those that take memory last."""
-    found = [*_of_starts(signs), *_of_garbage(signs), *_of_waits(signs), *_of_resources(signs), *_of_memory(signs)]
+def causes(figures: LoopFigures, account: Account, where: str, job: Job) -> tuple[NamedCause, ...]:
+    """The causes that hold for a loader, the one that takes most time first, those that take memory last."""
+    case = Case(figures, account, where, job)
+    found = [each for rule in (_starts, _garbage, _waits, _resources, _memory) for each in rule(case)]
     if any(each.kind == GARBAGE for each in found):  # it writes to each object that it looks at
         found = [each for each in found if each.kind != Cause.COPIED_PAGES.kind]
     return tuple(sorted(found, key=lambda each: -(each.seconds or 0.0)))
 
 
-def _named(finding: Finding, advice: str, seconds: float | None = None, kind: str | None = None) -> NamedCause:
-    return NamedCause(kind=kind or finding.kind, sentence=str(finding), seconds=seconds, advice=str(advice))
-
-
-def _least_s(signs: Signs, share: float = TIME_SHARE) -> float:
-    return max(LEAST_S, share * signs.script_s) if signs.totals.batches >= FEWEST_BATCHES else float("inf")
-
-
-def _tuned_or(signs: Signs, tuned: Advice, otherwise: Advice) -> Finding:
-    """The advice that names the command, or another one where that runs already."""
-    return otherwise() if signs.command is None else tuned(command=signs.command)
-
-
-def _of_starts(signs: Signs) -> Iterator[NamedCause]:
-    totals, account = signs.totals, signs.account
-    seconds = account.starting_workers + account.first_batches
-    if not signs.workers or seconds < _least_s(signs):
+def _starts(case: Case) -> Iterator[NamedCause]:
+    epochs, seen = case.figures.log.totals.epochs, case.figures.of_workers
+    seconds, each_s = case.account.starting_workers + case.account.first_batches, seen.ready_s / max(1, seen.started)
+    if not case.workers or seconds < case.least_s():
         return
-    epochs, keeps = totals.epochs, signs.is_persistent or totals.epochs < 2
-    each_s = signs.ready_s / max(1, signs.started)
-    if 2 * signs.ready_s >= seconds and each_s >= READY_S:  # they may start one after the other
-        advice = _tuned_or(signs, Advice.START_ONCE, Advice.KEEP_WORKERS)
-        told = Cause.WORKER_IMPORTS(where=signs.where, each=each_s, seconds=seconds, epochs=epochs)
-        yield _named(told, advice, seconds)
-    elif not keeps:
-        told = Cause.WORKER_STARTS(where=signs.where, workers=signs.workers, epochs=epochs, seconds=seconds)
-        yield _named(told, Advice.KEEP_WORKERS(), seconds)
+    if 2 * seen.ready_s >= seconds and each_s >= READY_S:  # they may start one after the other
+        advice = case.tuned_or(Advice.START_ONCE, Advice.KEEP_WORKERS)
+        yield case.named(Cause.WORKER_IMPORTS, advice, seconds, each=each_s, epochs=epochs)
+    elif epochs > 1 and not case.figures.own.persistent_workers:
+        yield case.named(Cause.WORKER_STARTS, Advice.KEEP_WORKERS(), seconds, epochs=epochs)
 
 
-def _of_garbage(signs: Signs) -> Iterator[NamedCause]:
-    totals, account = signs.totals, signs.account
-    share = signs.garbage_s / (signs.workers * totals.active_s) if signs.workers else 0.0
+def _garbage(case: Case) -> Iterator[NamedCause]:
+    totals, account = case.figures.log.totals, case.account
+    share = case.figures.of_workers.garbage_s / (case.workers * totals.active_s) if case.workers else 0.0
     sent_s = account.transfer  # by a thread of the worker
     in_workers_s = share * (account.computing + account.core + sent_s)
-    in_loop_s = totals.step_garbage_s + (0.0 if signs.workers else totals.wait_garbage_s)
-    if in_workers_s >= _least_s(signs):
-        yield _named(Cause.GARBAGE_IN_WORKERS(where=signs.where, share=share), Advice.FREEZE(), in_workers_s, GARBAGE)
-    elif in_loop_s >= _least_s(signs):
-        told = Cause.GARBAGE_IN_LOOP(where=signs.where, seconds=in_loop_s, share=in_loop_s / totals.active_s)
-        yield _named(told, Advice.FREEZE(), in_loop_s, GARBAGE)
+    in_loop_s = totals.step_garbage_s + (0.0 if case.workers else totals.wait_garbage_s)
+    if in_workers_s >= case.least_s():
+        yield case.named(Cause.GARBAGE_IN_WORKERS, Advice.FREEZE(), in_workers_s, share=share)
+    elif in_loop_s >= case.least_s():
+        share = in_loop_s / totals.active_s
+        yield case.named(Cause.GARBAGE_IN_LOOP, Advice.FREEZE(), in_loop_s, share=share)
 
 
-def _of_waits(signs: Signs) -> Iterator[NamedCause]:
-    account, waits, least_s = signs.account, signs.waits, _least_s(signs)
+def _waits(case: Case) -> Iterator[NamedCause]:
+    account, waits, least_s = case.account, case.figures.log.waits, case.least_s()
     if account.slow_samples >= least_s:
-        told = Cause.SLOW_SAMPLES(
-            where=signs.where,
-            slow=waits.slow,
-            batches=waits.batches,
-            long=waits.slow_fetches_s / waits.slow,
-            usual=waits.usual_s,
-            seconds=account.slow_samples,
+        long = {"long": waits.slow_fetches_s / waits.slow, "usual": waits.usual_s}
+        advice = case.tuned_or(Advice.LATE_BATCHES, Advice.OUT_OF_ORDER)
+        yield case.named(
+            Cause.SLOW_SAMPLES, advice, account.slow_samples, slow=waits.slow, batches=waits.batches, **long
         )
-        yield _named(told, _tuned_or(signs, Advice.LATE_BATCHES, Advice.OUT_OF_ORDER), account.slow_samples)
     if account.pinning >= least_s:
-        each = waits.pinned_s / waits.batches
-        told = Cause.PINNING(where=signs.where, seconds=account.pinning, each=each)
-        yield _named(told, Advice.DO_NOT_PIN(), account.pinning)
-    if signs.workers and signs.tensors >= MANY_TENSORS and account.transfer >= least_s:
-        told = Cause.MANY_TENSORS(where=signs.where, tensors=signs.tensors, seconds=account.transfer)
-        yield _named(told, _tuned_or(signs, Advice.ONE_MESSAGE, Advice.STACK), account.transfer)
+        each_s = waits.pinned_s / waits.batches
+        yield case.named(Cause.PINNING, Advice.DO_NOT_PIN(), account.pinning, each=each_s)
+    tensors = case.figures.batch_tensors
+    if case.workers and tensors >= MANY_TENSORS and account.transfer >= least_s:
+        advice = case.tuned_or(Advice.ONE_MESSAGE, Advice.STACK)
+        yield case.named(Cause.MANY_TENSORS, advice, account.transfer, tensors=tensors)
 
 
-def _of_resources(signs: Signs) -> Iterator[NamedCause]:
-    account = signs.account
+def _resources(case: Case) -> Iterator[NamedCause]:
+    account = case.account
     largest = max(account.computing, account.core, account.storage, account.slow_samples, account.transfer)
-    if max(account.core, account.storage) < max(_least_s(signs, RESOURCE_SHARE), largest):
+    if max(account.core, account.storage) < max(case.least_s(RESOURCE_SHARE), largest):
         return
     if account.core > account.storage:
-        many = signs.workers > 1
-        advice = Advice.FEWER_WORKERS(workers=signs.workers) if many else Advice.MORE_CORES()
-        yield _named(Cause.CORES(where=signs.where, seconds=account.core), advice, account.core)
+        many = case.workers > 1
+        advice = Advice.FEWER_WORKERS(workers=case.workers) if many else Advice.MORE_CORES()
+        yield case.named(Cause.CORES, advice, account.core)
     else:
-        told = Cause.STORAGE(where=signs.where, seconds=account.storage)
-        yield _named(told, _tuned_or(signs, Advice.MORE_WORKERS, Advice.LARGER_READS), account.storage)
+        yield case.named(Cause.STORAGE, case.tuned_or(Advice.MORE_WORKERS, Advice.LARGER_READS), account.storage)
 
 
-def _of_memory(signs: Signs) -> Iterator[NamedCause]:
-    parent, lived_s = signs.parent, signs.idle_s + signs.totals.active_s
+def _memory(case: Case) -> Iterator[NamedCause]:
+    parent, seen = case.figures.log.parent, case.figures.of_workers
+    lived_s = seen.idle_s + case.figures.log.totals.active_s
     if parent is not None and parent.own_bytes >= LARGE_PARENT_BYTES and not parent.is_elastic:
-        told = Cause.TRAINING_MEMORY(where=signs.where, memory=parent.own_bytes)
-        yield _named(told, Advice.FORKSERVER_BY_AUTOLOADER())
-    if parent is not None and signs.copied_bytes >= max(COPIED_BYTES, COPIED_SHARE * parent.own_bytes):
-        told = Cause.COPIED_PAGES(where=signs.where, size=signs.copied_bytes, workers=signs.workers)
-        yield _named(told, Advice.SMALLER_WORKERS())
-    if signs.on_device:
-        told = Cause.DEVICE_IN_WORKER(where=signs.where, count=signs.on_device, workers=signs.started)
-        yield _named(told, Advice.LOAD_ON_CPU())
-    if signs.idle_bytes >= IDLE_BYTES and signs.idle_s >= IDLE_SHARE * lived_s:
-        share = signs.idle_s / lived_s
-        told = Cause.IDLE_MEMORY(where=signs.where, workers=signs.workers, size=signs.idle_bytes, share=share)
-        yield _named(told, Advice.LET_WORKERS_GO())
+        yield case.named(Cause.TRAINING_MEMORY, Advice.FORKSERVER_BY_AUTOLOADER(), memory=parent.own_bytes)
+    if parent is not None and seen.copied_bytes >= max(COPIED_BYTES, COPIED_SHARE * parent.own_bytes):
+        yield case.named(Cause.COPIED_PAGES, Advice.SMALLER_WORKERS(), size=seen.copied_bytes)
+    if seen.on_device:
+        yield case.named(Cause.DEVICE_IN_WORKER, Advice.LOAD_ON_CPU(), count=seen.on_device, started=seen.started)
+    if seen.idle_bytes >= IDLE_BYTES and seen.idle_s >= IDLE_SHARE * lived_s:
+        share = seen.idle_s / lived_s
+        yield case.named(Cause.IDLE_MEMORY, Advice.LET_WORKERS_GO(), size=seen.idle_bytes, share=share)
 
 
 def slow_rank(where: str, ranks: Sequence[tuple[Account, str]]) -> NamedCause | None:
@@ -197,4 +188,5 @@ def slow_rank(where: str, ranks: Sequence[tuple[Account, str]]) -> NamedCause | 
     if len(ranks) < 2 or more_s < 2 * TIME_SHARE * active_s or longer_s < more_s / 2:  # it may not be waited for
         return None
     told = Cause.SLOW_RANK(where=where, rank=slow, its=waits[slow], other=other, others=waits[other])
-    return _named(told, Advice.BALANCE_RANKS(rank=slow, bottleneck=ranks[slow][1]), more_s)
+    advice = Advice.BALANCE_RANKS(rank=slow, bottleneck=ranks[slow][1])
+    return NamedCause(kind=told.kind, sentence=str(told), seconds=more_s, advice=str(advice))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotune_loader.diagnosis.account import Account, Fetching, account_of
-from autotune_loader.diagnosis.causes import NamedCause, Signs, causes
+from autotune_loader.diagnosis.causes import Job, NamedCause, causes
 from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.judge import FEWEST_BATCHES, diagnose
 from autotune_loader.diagnosis.tables import Advice, Bottleneck
@@ -20,22 +20,6 @@ WORTH_TRYING = 0.05
 """A gain below this, at most, is not worth another run."""
 OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.TRANSFER, Bottleneck.UNCLEAR)
 """Where other workers may bring something."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """The script that a loader is of, and where it runs."""
-
-    active_s: float
-    """Seconds of steps and waiting with all loaders."""
-    cores: float
-    on_accelerator: bool
-    to_tune: str
-    """The command that tunes its loaders."""
-    to_allow: str
-    """The same where loaders without workers may have some."""
-    is_tuned: bool
-    """Whether that runs already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +47,7 @@ def judge_loops(figures: LoopFigures, where: str, job: Job) -> Judged:
     return Judged(
         account=account,
         bottleneck=bottleneck,
-        causes=causes(_signs(figures, account, where, job)),
+        causes=causes(figures, account, where, job),
         advice=advice,
         samples_per_s=evidence.samples_per_s if is_seen else None,
         to_try=tuple(_to_try(bottleneck, evidence, job)),
@@ -118,31 +102,6 @@ def evidence_of(figures: LoopFigures, fetching: Fetching, job: Job) -> Evidence:
         batch_bytes=figures.batch_bytes or 0,
         parent=figures.log.parent,
         on_accelerator=job.on_accelerator,
-    )
-
-
-def _signs(figures: LoopFigures, account: Account, where: str, job: Job) -> Signs:
-    """What its causes are told by."""
-    seen, workers = figures.of_workers, figures.own.num_workers
-    command = job.to_tune if workers else job.to_allow
-    return Signs(
-        where=where,
-        totals=figures.log.totals,
-        waits=figures.log.waits,
-        account=account,
-        workers=workers if figures.has_workers else 0,
-        is_persistent=figures.own.persistent_workers,
-        command=None if job.is_tuned else command,
-        script_s=job.active_s,
-        tensors=figures.batch_tensors,
-        ready_s=seen.ready_s,
-        started=seen.started,
-        on_device=seen.on_device,
-        garbage_s=seen.garbage_s,
-        copied_bytes=seen.copied_bytes,
-        idle_s=seen.idle_s,
-        idle_bytes=seen.idle_bytes,
-        parent=figures.log.parent,
     )
 
 

@@ -129,7 +129,7 @@ class Cause(Table):
     CORES = "Workers of {where}, or the training process, wait {seconds:seconds} for a CPU core."
     STORAGE = "Loading of {where} waits {seconds:seconds} for storage, the network or a lock."
     DEVICE_IN_WORKER = (
-        "{count} of the {workers:# worker} that {where} has started have initialized an accelerator, such as CUDA: each has a "
+        "{count} of the {started:# worker} that {where} has started have initialized an accelerator, such as CUDA: each has a "
         "context of its own in the memory of the device."
     )
     TRAINING_MEMORY = (

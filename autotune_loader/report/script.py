@@ -76,7 +76,9 @@ class LoaderReport:
         if self.gpu_utilization is not None:
             seen.append(f"GPU {units.share_text(self.gpu_utilization)} busy (NVML)")
         own, now = settings_text(self.settings), settings_text(self.settings_now)
-        told = [] if self.samples_per_s is None or self.read_ahead is not None else account_lines(self.time, self.epochs)
+        told = (
+            [] if self.samples_per_s is None or self.read_ahead is not None else account_lines(self.time, self.epochs)
+        )
         if own != now:  # what could be won with the settings now is told below
             told = [line.replace(":", ", all settings:", 1) for line in told[1:]]
         lines = [f"{self.name}  {self.contents}", *map("  {}".format, told)]

@@ -4,14 +4,16 @@ from dataclasses import fields
 
 import pytest
 
-from autotune_loader.diagnosis import Account, Advice, Cause, slow_rank
+from autotune_loader.diagnosis import Account, Advice, Cause, Job, slow_rank
 from autotune_loader.diagnosis.account import Fetching, account_of
-from autotune_loader.diagnosis.causes import Signs, causes
+from autotune_loader.diagnosis.causes import causes
+from autotune_loader.pipeline.figures import LoopFigures
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.pipeline.loop_log import Totals
 from autotune_loader.pipeline.waits import Waits
+from autotune_loader.values import LoaderConfig
 
-RUN = "autotune-loader run train.py"
+RUN, ALLOW = "autotune-loader run train.py", "autotune-loader run --allow-workers train.py"
 PARENT = ParentProcess(None, 1 << 30, is_elastic=False)
 
 
@@ -21,11 +23,23 @@ def totals(**changed):
     return Totals(**known | changed)
 
 
-def signs(account=None, **changed):
-    known = {"where": "train.py:7", "totals": totals(), "waits": Waits(), "workers": 4}
-    known |= {"account": Account(step=60.0, **(account or {"computing": 40.0}))}
-    known |= {"is_persistent": False, "command": RUN, "script_s": 100.0, "parent": PARENT}
-    return Signs(**known | changed)
+def case(account=None, waits=None, parent=PARENT, workers=4, is_persistent=False, **changed):
+    """A loader of a script whose loops take 100 s, 60 of them in steps."""
+    keeps = {"persistent_workers": is_persistent} if workers else {}
+    figures = LoopFigures(LoaderConfig(num_workers=workers, **keeps))
+    log = figures.log
+    log.totals, log.waits, log.parent = changed.pop("totals", totals()), waits or Waits(), parent
+    figures.batch_tensors = changed.pop("tensors", 0)
+    of_script = {
+        "active_s": changed.pop("script_s", 100.0),
+        "is_tuned": changed.pop("is_tuned", False),
+    }
+    for name, value in changed.items():
+        setattr(figures.of_workers, name, value)
+    spent = Account(step=60.0, **({"computing": 40.0} if account is None else account))
+    how = {"cores": 2, "on_accelerator": False, "to_tune": RUN, "to_allow": ALLOW}
+    job = Job(active_s=active_s, is_tuned=is_tuned, **how)
+    return figures, spent, "train.py:7", job
 
 
 SLOW = Waits(batches=90, slow=3, slow_fetches_s=30.0, usual_s=0.1)
@@ -72,7 +86,7 @@ CASES = {
 
 
 def named(**changed):
-    return [each.kind for each in causes(signs(**changed))]
+    return [each.kind for each in causes(*case(**changed))]
 
 
 def kind_of(row):
@@ -82,7 +96,7 @@ def kind_of(row):
 @pytest.mark.parametrize("cause", CASES, ids=lambda row: row.name)
 def test_a_cause_is_named_from_its_limit_on(cause):
     shown, advice, *others = CASES[cause]
-    (found,) = causes(signs(**shown))
+    (found,) = causes(*case(**shown))
     assert found.kind == kind_of(cause)
     assert "train.py:7" in found.sentence
     figures = {"workers": 4, "command": RUN, "where": "train.py:7"}
@@ -101,6 +115,11 @@ def test_nothing_is_named_where_nothing_costs():
     assert named(**short, totals=totals(batches=7)) == []
     assert named(**short, script_s=500.0) == []
     assert named(account={"storage": 0.09}, script_s=0.1) == []
+
+
+def test_a_loader_without_workers_is_allowed_some():
+    (found,) = causes(*case({"storage": 40.0}, workers=0))
+    assert found.advice == str(Advice.MORE_WORKERS(command=ALLOW))
 
 
 def test_what_costs_most_comes_first():
@@ -125,7 +144,7 @@ def test_garbage_collections_copy_pages_themselves():
     ],
 )
 def test_run_names_no_command_that_runs_already(shown, advice):
-    (found,) = causes(signs(**shown, command=None))
+    (found,) = causes(*case(**shown, is_tuned=True))
     assert found.advice == str(advice())
 
 
