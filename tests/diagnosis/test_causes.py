@@ -30,10 +30,7 @@ def case(account=None, waits=None, parent=PARENT, workers=4, is_persistent=False
     log = figures.log
     log.totals, log.waits, log.parent = changed.pop("totals", totals()), waits or Waits(), parent
     figures.batch_tensors = changed.pop("tensors", 0)
-    of_script = {
-        "active_s": changed.pop("script_s", 100.0),
-        "is_tuned": changed.pop("is_tuned", False),
-    }
+    active_s, is_tuned = changed.pop("script_s", 100.0), changed.pop("is_tuned", False)
     for name, value in changed.items():
         setattr(figures.of_workers, name, value)
     spent = Account(step=60.0, **({"computing": 40.0} if account is None else account))
