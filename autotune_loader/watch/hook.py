@@ -14,6 +14,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # what the script sees of it is another one
 import contextlib
 import functools
+import gc
 import importlib.util
 import json
 import logging
@@ -63,7 +64,8 @@ class Hook:
     def session(self) -> Session:
         """The loaders of this process, from the first one on."""
         if self._session is None:
-            from autotune_loader.watch.session import Session
+            with _without_collections():  # of all that torch has made, 70 ms here, which the script may not need yet
+                from autotune_loader.watch.session import Session
 
             self._session = Session(self.plan, self._changed)
             if _told_at_end_of != [os.getpid()]:
@@ -297,6 +299,18 @@ def _told_to_the_end() -> Iterator[None]:
         if _telling.pop():
             _signal.signal(signal.SIGTERM, _signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """In this block no garbage is collected."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _hide_our_handler() -> None:

@@ -11,17 +11,20 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from autotune_loader import LoaderConfig, TuningResult
+from autotune_loader import LoaderConfig
 from autotune_loader.lines import Line, users_line
 from autotune_loader.machine.limits import rank_of_environment
 from autotune_loader.pipeline.loop_log import Site
 from autotune_loader.watch.run_plan import LINE, Plan, say
 from autotune_loader.watch.watched import FEWEST_BATCHES, ScriptLoader, watch_iterator
+
+if TYPE_CHECKING:
+    from autotune_loader import TuningResult
 
 MOST_FIRST_LOOKS = 3
 """Loaders of a process that are told of before its end."""
@@ -43,7 +46,11 @@ class Session:
         self._by_id: dict[int, ScriptLoader] = {}
         self._by_site = defaultdict[Site, list[ScriptLoader]](list)
         self._names, self._first_looks = Counter[str](), 0
-        self._file = None if plan.start_with is None else TuningResult.load(plan.start_with)
+        self._file: TuningResult | None = None
+        if plan.start_with is not None:
+            from autotune_loader import TuningResult  # not under `watch`, which costs nothing
+
+            self._file = TuningResult.load(plan.start_with)
 
     def close(self) -> None:
         """What is left of it in this process does nothing more."""
