@@ -40,13 +40,15 @@ class Account:
     other: float = 0.0
     """Pauses: steps that are far longer than usual, and rare."""
     starting_workers: float = 0.0
-    """Waiting for `iter()`, which starts the workers."""
+    """Waiting for `iter()`, which starts the workers, and for the end of an epoch, which ends them."""
     first_batches: float = 0.0
     """Waiting for the first batch of an epoch, beyond what others take, and until all workers are ready."""
     computing: float = 0.0
     """Waiting for a batch whose worker, or the loop, computes."""
     core: float = 0.0
     """Waiting for a batch whose worker, or the loop, is ready to run and has no core."""
+    unknown: float = 0.0
+    """Waiting for a batch, where no clock told what its worker did."""
     storage: float = 0.0
     """Waiting for a batch whose worker, or the loop, does neither: it waits for storage, the network or a lock."""
     transfer: float = 0.0
@@ -92,10 +94,10 @@ def account_of(totals: Totals, waits: Waits, fetching: Fetching, *, has_workers:
     """
     waits.settle()
     others = totals.batches - totals.epochs
-    usual_s = (totals.waited_s - totals.started_s) / others if others > 0 else 0.0
-    made_s = totals.made_s if has_workers else 0.0
+    usual_s = (totals.waited_s - totals.started_s - totals.ended_s) / others if others > 0 else 0.0
+    made_s, ended_s = (totals.made_s, totals.ended_s) if has_workers else (0.0, 0.0)
     first_s = max(0.0, totals.started_s - made_s - totals.epochs * usual_s)
-    rest_s = max(0.0, totals.waited_s - made_s - first_s)
+    rest_s = max(0.0, totals.waited_s - made_s - ended_s - first_s)
     scale = rest_s / waits.waited_s if waits.waited_s else 0.0
     slow_s = scale * waits.slow_s if waits.slow <= RARE * waits.batches else 0.0
     pinning_s, transfer_s, unready_s = scale * waits.pinning_s, scale * waits.transfer_s, scale * waits.unready_s
@@ -108,11 +110,12 @@ def account_of(totals: Totals, waits: Waits, fetching: Fetching, *, has_workers:
         evaluation=totals.evaluated_s,
         checkpoints=totals.saved_s,
         other=totals.paused_s,
-        starting_workers=made_s,
+        starting_workers=made_s + ended_s,
         first_batches=first_s + unready_s,
         computing=computing_s,
         core=core_s + own_queued_s,
-        storage=fetching_s - computing_s - core_s,
+        storage=fetching_s - computing_s - core_s if fetching.seconds is not None else 0.0,
+        unknown=fetching_s if fetching.seconds is None else 0.0,
         transfer=transfer_s - own_queued_s,
         pinning=pinning_s,
         slow_samples=slow_s,

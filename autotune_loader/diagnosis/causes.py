@@ -107,13 +107,21 @@ def causes(figures: LoopFigures, account: Account, where: str, job: Job) -> tupl
 
 def _starts(case: Case) -> Iterator[NamedCause]:
     epochs, seen = case.figures.log.totals.epochs, case.figures.of_workers
-    seconds, each_s = case.account.starting_workers + case.account.first_batches, seen.ready_s / max(1, seen.started)
+    waits, is_forked = case.figures.log.waits, case.figures.log.parent is not None
+    fetches_s = (
+        epochs * waits.fetched_s / waits.batches if waits.batches else 0.0
+    )  # of first batches, also of kept workers
+    seconds = case.account.starting_workers + max(0.0, case.account.first_batches - fetches_s)
+    each_s, may_be_kept = seen.ready_s / max(1, seen.started), epochs > 1 and not case.figures.own.persistent_workers
     if not case.workers or seconds < case.least_s():
         return
     if 2 * seen.ready_s >= seconds and each_s >= READY_S:  # they may start one after the other
-        advice = case.tuned_or(Advice.START_ONCE, Advice.KEEP_WORKERS)
-        yield case.named(Cause.WORKER_IMPORTS, advice, seconds, each=each_s, epochs=epochs)
-    elif epochs > 1 and not case.figures.own.persistent_workers:
+        row = Cause.WORKER_INIT if is_forked else Cause.WORKER_IMPORTS
+        if not is_forked and not case.job.is_tuned:
+            yield case.named(row, Advice.START_ONCE(command=case.job.to_tune), seconds, each=each_s, epochs=epochs)
+        elif may_be_kept:
+            yield case.named(row, Advice.KEEP_WORKERS(), seconds, each=each_s, epochs=epochs)
+    elif may_be_kept:
         yield case.named(Cause.WORKER_STARTS, Advice.KEEP_WORKERS(), seconds, epochs=epochs)
 
 
@@ -169,7 +177,8 @@ def _memory(case: Case) -> Iterator[NamedCause]:
         yield case.named(Cause.COPIED_PAGES, Advice.SMALLER_WORKERS(), size=seen.copied_bytes)
     if seen.on_device:
         yield case.named(Cause.DEVICE_IN_WORKER, Advice.LOAD_ON_CPU(), count=seen.on_device, started=seen.started)
-    if seen.idle_bytes >= IDLE_BYTES and seen.idle_s >= IDLE_SHARE * lived_s:
+    is_kept = case.figures.own.persistent_workers
+    if is_kept and seen.idle_bytes >= IDLE_BYTES and seen.idle_s >= IDLE_SHARE * lived_s:
         share = seen.idle_s / lived_s
         yield case.named(Cause.IDLE_MEMORY, Advice.LET_WORKERS_GO(), size=seen.idle_bytes, share=share)
 

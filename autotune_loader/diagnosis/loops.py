@@ -66,7 +66,7 @@ def fetching_of(figures: LoopFigures) -> Fetching:
     making = (figures.in_workers if workers else figures.in_loop).of_one
     if waits.batches:
         usual = max(1, waits.batches - waits.slow)
-        seconds, cpu_s = (waits.fetched_s - waits.slow_fetches_s) / usual, waits.cpu_s / waits.batches
+        seconds, cpu_s = (waits.fetched_s - waits.slow_fetches_s) / usual, (waits.cpu_s - waits.slow_cpu_s) / usual
         if not figures.has_workers:
             return Fetching(seconds=seconds, cpu_s=0.0 if making is None else making.cpu_s, queued_s=queued_s)
         own_s = seen.queued_s / seen.batches if seen.batches else 0.0 if making is None else making.queued_s

@@ -100,9 +100,13 @@ class Cause(Table):
         "Each worker of {where} imports and unpickles for {each:seconds} before it loads anything: training waits "
         "{seconds:seconds} for that in {epochs:# epoch}."
     )
+    WORKER_INIT = (
+        "Each worker of {where} runs worker_init_fn for {each:seconds}: training waits {seconds:seconds} for that in "
+        "{epochs:# epoch}."
+    )
     COPIED_PAGES = (
-        "A worker of {where} has copied {size:bytes} of the memory that it shared with the training process at first: reading "
-        "a Python object writes to its page, which is copied then. There are {workers:# worker}."
+        "Of the memory that the training process shares with {workers:# worker} of {where}, a worker has copied {size:bytes}: "
+        "reading a Python object writes to its page, which is then copied."
     )
     PINNING = (
         "Training waits {seconds:seconds} for batches of {where} to be pinned, which takes {each:seconds} per batch."
@@ -116,21 +120,21 @@ class Cause(Table):
         "Garbage collections of the training process take {seconds:seconds}, {share:share} of the time with {where}."
     )
     SLOW_SAMPLES = (
-        "{slow:# batch} of {batches} of {where} take {long:seconds} to load, others {usual:seconds}: training waits "
+        "Of {batches:# batch} of {where}, {slow} took {long:seconds} to load, others {usual:seconds}: training waits "
         "{seconds:seconds} for them."
     )
     SLOW_RANK = (
-        "Rank {rank} waits {its:seconds} for batches of {where}, rank {other} {others:seconds}: the others wait in their steps "
-        "until it is there."
+        "Rank {rank} waits {its:seconds} for batches of {where}, rank {other} {others:seconds}: in their steps, the others wait "
+        "for rank {rank}."
     )
     IDLE_MEMORY = (
-        "The {workers:# worker} of {where} hold {size:bytes} and have nothing to do for {share:share} of the time."
+        "{where} keeps {workers:# worker} with {size:bytes} of memory, and asks for no batch {share:share} of the time."
     )
-    CORES = "Workers of {where}, or the training process, wait {seconds:seconds} for a CPU core."
-    STORAGE = "Loading of {where} waits {seconds:seconds} for storage, the network or a lock."
+    CORES = "Training waits {seconds:seconds} while workers of {where}, or its own process, are ready to run and have no CPU core."
+    STORAGE = "Training waits {seconds:seconds} while batches of {where} wait for storage, the network or a lock."
     DEVICE_IN_WORKER = (
-        "{count} of the {started:# worker} that {where} has started have initialized an accelerator, such as CUDA: each has a "
-        "context of its own in the memory of the device."
+        "Of {started:# worker} of {where}, {count} initialized an accelerator, such as CUDA: each has a context of its own in "
+        "the memory of the device."
     )
     TRAINING_MEMORY = (
         "Workers of {where} are forked from a process with {memory:bytes} of memory: each fork copies its page tables, and "

@@ -17,7 +17,7 @@ from autotune_loader.machine.clocks import garbage
 from autotune_loader.machine.nvml import GpuMeter
 from autotune_loader.machine.processes import PROC, CpuTimes, copied_bytes, private_bytes, process_use
 from autotune_loader.pipeline.loop_log import Fetch, Log, Pinned
-from autotune_loader.pipeline.worker_notes import Notes, WorkerNote, here, look_into_processes, pinning
+from autotune_loader.pipeline.worker_notes import EACH, QUICK_S, Notes, WorkerNote, here, look_into_processes, pinning
 from autotune_loader.values import MAIN_PROCESS, LoaderConfig, LoaderTrace, Sampled
 
 READ_EVERY_S, READ_FIRST_S, MOST_READ = 2.0, 0.5, 4
@@ -71,6 +71,8 @@ class OfWorkers:
     """In which they lived and nobody asked for batches."""
     idle_bytes: int = 0
     """Their own memory then, of all of them."""
+    memory_s: float = 0.0
+    """Spent on reading their memory."""
 
 
 class LoopFigures:
@@ -159,12 +161,14 @@ class LoopFigures:
 class Workers:
     """Those of one iterator, of which the script has `asked` for so many."""
 
+    quick_s = QUICK_S
+    """A batch that is waited for no longer is quick."""
+
     def __init__(self, figures: LoopFigures, iterator: Any, count: int) -> None:
         self._figures, self._found, self._log, self.asked = figures, figures.of_workers, figures.log, count
         self._processes: Sequence[Any] = ()
         self._notes: Notes | None = None
         self._seen: dict[int, WorkerNote] = {}
-        self._memory_s = 0.0
         self._reading: tuple[float, int, dict[int, CpuTimes]] | None = None
         self._is_idle_known = False
         self._idle_since = 0.0
@@ -181,6 +185,10 @@ class Workers:
         self._processes, here.notes = getattr(iterator, "_workers", ()), None
         if self._notes is not None:
             self._notes.close()
+
+    def may_count(self, iterator: Any) -> bool:
+        """Whether the next batch, where batches are quick, may only be counted: workers note each 16th."""
+        return not self.asked or getattr(iterator, "_rcvd_idx", 0) % EACH != 0
 
     def history(self, number: int, asked: float, received: float) -> tuple[Fetch | None, Pinned | tuple[()]]:
         """That of a batch that has come, as far as it was noted; without workers, the loop has made it itself."""
@@ -275,10 +283,10 @@ class Workers:
     def _may_read(self, pid: int, active_s: float) -> bool:
         """Whether the memory of a process may be looked at by now."""
         use = process_use(PROC / str(pid))
-        seconds = self._memory_s + MEMORY_S_PER_BYTE * (0 if use is None else use.rss_bytes)
+        seconds = self._found.memory_s + MEMORY_S_PER_BYTE * (0 if use is None else use.rss_bytes)
         if use is None or seconds > MEMORY_S + MEMORY_SHARE * active_s:
             return False
-        self._memory_s = seconds
+        self._found.memory_s = seconds
         return True
 
 

@@ -36,7 +36,7 @@ from autotune_loader.lines import Line
 from autotune_loader.machine.clocks import garbage
 from autotune_loader.pipeline.batches import initialized_accelerator
 from autotune_loader.pipeline.forking import ParentProcess
-from autotune_loader.pipeline.waits import Waits
+from autotune_loader.pipeline.waits import SLOW_S, Waits
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Interval, Measurement, Sampled
 
 MOST_ROWS = 20_000
@@ -74,8 +74,8 @@ class Beside(threading.local):
     """What this thread does within the steps of its loops: the loops that were begun last, and seconds of checkpoints."""
 
     def __init__(self) -> None:
-        self.loops = deque[Extent](maxlen=32)
-        self.saved = deque[Extent](maxlen=32)
+        self.loops = deque[Extent](maxlen=128)
+        self.saved = deque[Extent](maxlen=1024)
         self.saved_s = 0.0
         self.is_saving = False
 
@@ -234,7 +234,7 @@ class Loop:
         self._fetch: Fetch | None = None
         self._pinned: Pinned | tuple[()] = ()
         self._own_received = 0.0
-        self._saved_s = 0.0
+        self._saved_s, self._skipped = 0.0, 0
         self._garbage_s = garbage.seconds
         self.batches, self.is_over = 0, False
         if log.totals.batches >= log.marks.until:
@@ -293,6 +293,7 @@ class Loop:
         totals.batches += 1
         totals.samples += samples
         self.batches += 1
+        self._skipped += 1
         self._asked, self._received = asked, received
         self._own_received = self._span.moment = received
 
@@ -354,15 +355,19 @@ class Loop:
         totals.samples += samples
         totals.waited_s += waited_s
         if fetch is not None and number > 1:
-            is_early = number <= self._log.workers
-            self._log.waits.add(fetch[1], fetch[3], fetch[4], self._asked, now, is_early=is_early)
+            waits, is_early, times = self._log.waits, number <= self._log.workers, 1
+            if waited_s <= SLOW_S:  # a batch that is late stands for no other
+                times += self._skipped
+                self._skipped = 0
+            waits.add(fetch[1], fetch[3], fetch[4], self._asked, now, is_early=is_early, times=times)
             if pinned:
-                self._log.waits.add_pinned(*pinned, self._asked, now)
+                waits.add_pinned(*pinned, self._asked, now, times)
         self._fetch, self._pinned, self._samples, self._received = fetch, pinned, samples, now
 
     def _end(self, now: float) -> None:
         log = self._log
         log.totals.waited_s += now - self._asked
+        log.totals.ended_s += now - self._asked
         log.mark(f"epoch {log.totals.epochs}", self._begun, now)
 
 
@@ -380,6 +385,8 @@ class Totals:
     """Of that, from `iter()` until the first batch of an epoch."""
     made_s: float = 0.0
     """Of that, in `iter()`, which starts workers."""
+    ended_s: float = 0.0
+    """Of `waited_s`, until the loop was told that an epoch is over, which ends workers."""
     stepped_s: float = 0.0
     evaluated_s: float = 0.0
     """Within steps, in loops of other loaders."""

@@ -3,14 +3,15 @@
     worker   get(task) ── fetch ── collate ── put(batch)          a row of the table, by the batch's number
     thread             get(batch) ── pins ── put(batch)           begin and end, by the same number
 
-Torch's functions run as they are. Only the ends of their queues note when something passes: no frame is added to what the
-user's code raises, and nothing is sent along with a batch.
+Torch's functions run as they are. Only the ends of their queues note when something passes: nothing is sent along with a batch,
+and no frame is added to what the user's code raises, but for a trace, which tells collating apart.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import mmap
 import os
 import threading
@@ -41,6 +42,11 @@ HEAD, WORKERS = Struct("6d"), 256
 SIZE = ROW.size * ROWS + HEAD.size * WORKERS
 WORKER_LOOPS = ("_worker_loop", "_process_worker_loop")
 """Torch's names of what runs in a worker (pytorch#161044)."""
+SAVES = frozenset({"_save", "_legacy_save"})
+"""What `torch.save` calls."""
+QUICK_S, EACH = 0.002, 16
+"""Of batches that take no longer most are only counted, by worker and loop, as noting one takes 10 us, and 50 amid other work:
+each 16th is noted. In a trace all are."""
 LOOK_EVERY_S = 0.02
 """So often a worker looks for how long it waited for a core, which takes 10 us, and whether it uses an accelerator."""
 
@@ -70,7 +76,10 @@ class Notes:
         if self._file != -1:
             os.ftruncate(self._file, SIZE)
         self._memory, self._collates = mmap.mmap(self._file, SIZE), collates
-        self._pinned: dict[int, Pinned] = {}
+        self._pinned: dict[int, tuple[int, Pinned]] = {}
+
+    def __del__(self) -> None:
+        self.close()
 
     def __reduce__(self) -> Any:
         return _attached, (reduction.DupFd(self._file), self._collates)
@@ -84,7 +93,8 @@ class Notes:
     def batch(self, number: int) -> tuple[Fetch | None, Pinned | tuple[()]]:
         """The history of a batch that has come, as far as it was noted."""
         noted, number_of_worker, *times = ROW.unpack_from(self._memory, ROW.size * (number % ROWS))
-        pinned = self._pinned.pop(number, ())
+        of, times_of_pinning = self._pinned.get(number % ROWS, (-1, (0.0, 0.0)))
+        pinned = times_of_pinning if of == number else ()
         if noted != number or not times[0]:
             return None, pinned
         return (int(number_of_worker), *times), pinned
@@ -101,38 +111,44 @@ class Notes:
         number, tasks, results = (arguments[name] for name in ("worker_id", "index_queue", "data_queue"))
         get, put, memory = tasks.get, results.put, self._memory
         born_s, begun, head = _age_s(), time.monotonic(), ROW.size * ROWS + HEAD.size * number
-        start = cpu_s = queued_at_first_s = next_look_s = queued_for_s = uses_device = 0.0
+        start = cpu_s = queued_before_s = garbage_before_s = next_look_s = queued_for_s = uses_device = 0.0
         ready_s: float | None = None
-        batches, fetched = 0, [0.0]
+        batches, fetched, is_quick = 0, [0.0], False
         garbage.watch()
         if self._collates:
             arguments["collate_fn"] = functools.partial(_collate, arguments["collate_fn"], fetched)
 
         def noted_get(*args: Any, **options: Any) -> Any:
-            nonlocal start, cpu_s, ready_s, queued_at_first_s
+            nonlocal start, cpu_s, ready_s, queued_before_s, garbage_before_s
             if ready_s is None:
-                ready_s, garbage.seconds = time.monotonic() - begun, 0.0
-                queued_at_first_s = queued_s("thread-self")
+                ready_s = time.monotonic() - begun
+                queued_before_s, garbage_before_s = queued_s("thread-self"), garbage.seconds
             task = get(*args, **options)
-            start, cpu_s = time.monotonic(), time.process_time()
+            start, cpu_s = time.monotonic(), math.nan
+            if not (is_quick and type(task) is tuple and task[0] % EACH):
+                cpu_s = time.process_time()
             return task
 
         def note(of: int, end: float, took_s: float) -> None:
-            nonlocal next_look_s, queued_for_s, uses_device, batches
+            nonlocal next_look_s, queued_for_s, uses_device
             row = of, number, start, fetched[0] if fetched[0] > start else end, end, took_s
             ROW.pack_into(memory, ROW.size * (of % ROWS), *row)
-            batches += 1
             if end >= next_look_s:
-                next_look_s, queued_for_s = end + LOOK_EVERY_S, queued_s("thread-self") - queued_at_first_s
+                next_look_s, queued_for_s = end + LOOK_EVERY_S, queued_s("thread-self") - queued_before_s
                 uses_device = uses_device or float(initialized_accelerator() is not None)
             if number < WORKERS:
-                HEAD.pack_into(memory, head, born_s, ready_s, uses_device, batches, queued_for_s, garbage.seconds)
+                garbage_s = garbage.seconds - garbage_before_s
+                HEAD.pack_into(memory, head, born_s, ready_s, uses_device, batches, queued_for_s, garbage_s)
 
         def noted_put(message: Any, *args: Any, **options: Any) -> None:
+            nonlocal batches, is_quick
             end = time.monotonic()
-            if type(message[0]) is int:
-                with suppress(Exception):  # whatever it is, it is no reason to end somebody's training
-                    note(message[0], end, time.process_time() - cpu_s)
+            if type(of := message[0]) is int:
+                batches += 1
+                was_quick, is_quick = is_quick, end - start <= QUICK_S and not self._collates
+                if not (was_quick and is_quick and of % EACH):
+                    with suppress(Exception):  # whatever it is, it is no reason to end somebody's training
+                        note(of, end, time.process_time() - cpu_s)
             put(message, *args, **options)
 
         tasks.get, results.put = noted_get, noted_put
@@ -149,7 +165,7 @@ class Notes:
 
         def put(message: Any, *args: Any, **options: Any) -> None:
             if type(message[0]) is int:
-                times[message[0]] = begun, time.monotonic()
+                times[message[0] % ROWS] = message[0], (begun, time.monotonic())
             pinned.put(message, *args, **options)
 
         return _End(get=get), _End(put=put)
@@ -231,21 +247,21 @@ def look_into_processes() -> None:
     loop = getattr(worker, name := _name_of_loop())
     if isinstance(loop, NotedLoop):
         return
-    pins, save = pin_memory._pin_memory_loop, torch.save
+    pins, serialization = pin_memory._pin_memory_loop, vars(torch.serialization)
 
     @functools.wraps(pins)
     def pin(batches: Any, pinned: Any, *args: Any) -> None:
-        notes = next((notes for of, notes in pinning if getattr(of(), "_worker_result_queue", None) is batches), None)
+        notes = next(
+            (notes for of, notes in tuple(pinning) if getattr(of(), "_worker_result_queue", None) is batches), None
+        )
         pins(*((batches, pinned) if notes is None else notes.watch_pinning(batches, pinned)), *args)
-
-    @functools.wraps(save)
-    def timed(*args: Any, **options: Any) -> None:
-        with saving():
-            save(*args, **options)
 
     setattr(worker, name, NotedLoop(loop))
     vars(pin_memory)["_pin_memory_loop"] = pin
-    torch.save = torch.serialization.save = timed
+    for each in SAVES.intersection(
+        serialization
+    ):  # `torch.save` itself may have been pickled by its name, or imported, before
+        serialization[each] = saving()(serialization[each])
 
 
 pinning = deque[tuple[Callable[[], Any], Notes]](maxlen=8)

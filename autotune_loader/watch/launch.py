@@ -17,6 +17,7 @@ import runpy
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,8 @@ from autotune_loader.watch.run_plan import Plan
 
 WAITS_TOO_LONG = 4
 """Exit code where the loop waited for longer than `--fail-if-wait` allows."""
+LEAVES_WITHIN_S = 2.0
+"""`os._exit` waits no longer for the report."""
 CANNOT_OPEN = 2
 """Exit code of Python for a script that is not there."""
 IS_SAFE = getattr(sys.flags, "safe_path", False)
@@ -76,8 +79,10 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     @functools.wraps(leave)
     def end_at_once(status: int) -> None:
         if os.getpid() == pid and hook.has_batches:  # processes of its own have told at their end
-            with contextlib.suppress(Exception):
-                hook.tell(flushes=False)
+            with contextlib.suppress(Exception):  # a thread, as it may be called because something hangs
+                telling = threading.Thread(target=hook.tell, kwargs={"flushes": False}, daemon=True)
+                telling.start()
+                telling.join(LEAVES_WITHIN_S)
         leave(status)
 
     os._exit = end_at_once  # type: ignore[assignment]

@@ -137,7 +137,7 @@ class Watch:
         is_stream: whether the dataset is iterable.
         sizes: samples of the batches whose indices were drawn.
         workers: torch's.
-        message: the number of the batch that came last.
+        message: the number of the batch that came last, where one cannot tell otherwise.
     """
 
     def __init__(self, known: ScriptLoader, loader: Any, begun: float, iterator: Any = None) -> None:
@@ -153,6 +153,8 @@ class Watch:
         self._known, self._size = known, size if isinstance(size, int) else 0
         self.is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         self.sizes, self.message = deque[int](), -1
+        self.needs_messages = self.is_stream or not self._is_in_order
+        self._is_quick, self._may_be_quick = False, not self.is_noted and known.log.sampled is None
         self.workers = Workers(known, iterator, count) if count or self._is_ours else known.without_workers
         self.loop = iterator._loop if self.is_noted else known.log.begin(begun)
         self._begin(begun)
@@ -182,7 +184,11 @@ class Watch:
 
     def take(self, fetch: Callable[[Any], Any], iterator: Any) -> Any:
         """The next batch, for which the loop has asked, its step being done."""
-        known, loop, asked, was_over = self._known, self.loop, time.monotonic(), self.loop.is_over
+        known, loop, asked = self._known, self.loop, time.monotonic()
+        is_quick = self._is_quick and asked < known.next_look_s and threading.get_ident() == self._thread
+        if is_quick and self.workers.may_count(iterator) and loop.may_skip(asked):
+            return self._take_quickly(fetch, iterator, asked)
+        was_over = loop.is_over
         if not self.is_noted:
             loop.ask(asked)
         known.waiting_since = asked
@@ -191,14 +197,15 @@ class Watch:
         asked_cpu = self._look(asked) if asked >= known.next_look_s else None
         nvtx = None if known.log.sampled is None else known.nvtx
         if nvtx is not None:
-            nvtx.range_push(f"{known.name}: wait")
+            try:
+                nvtx.range_push(f"{known.name}: wait")
+            except Exception:  # this torch has none
+                nvtx = None
         try:
             batch = fetch(iterator)
         except StopIteration:
             if not was_over:
-                loop.end(time.monotonic())
-                known.epoch_samples.add(self._samples)
-                self.workers.gather()
+                self._end()
             raise
         finally:
             known.waiting_since = None
@@ -206,15 +213,45 @@ class Watch:
                 nvtx.range_pop()
         received = time.monotonic()
         if not self.is_noted:
-            count = self.count(iterator, batch)
-            if self._is_ours:
-                loop.receive(received, count, iterator.fetch)
-            else:
-                number = getattr(iterator, "_rcvd_idx", 0) - 1 if self._is_in_order else self.message
-                loop.receive(received, count, *self.workers.history(number, asked, received))
+            self._receive(iterator, batch, asked, received)
         if asked_cpu is not None:
             self._clocked(received, batch, asked_cpu)
         return batch
+
+    def _take_quickly(self, fetch: Callable[[Any], Any], iterator: Any, asked: float) -> Any:
+        """The next of batches that come within 2 ms: until one is looked at more closely, they are only counted."""
+        self._known.waiting_since = asked
+        try:
+            batch = fetch(iterator)
+        except StopIteration:
+            self.loop.ask(asked)
+            self._end()
+            raise
+        finally:
+            self._known.waiting_since = None
+        received = time.monotonic()
+        if received - asked <= self.workers.quick_s:
+            self.loop.skip(asked, received, self.count(iterator, batch))
+        else:
+            self.loop.ask(asked)
+            self._receive(iterator, batch, asked, received)
+        return batch
+
+    def _receive(self, iterator: Any, batch: Any, asked: float, received: float) -> None:
+        """The loop has a batch, with its history."""
+        count, loop = self.count(iterator, batch), self.loop
+        self._is_quick = self._may_be_quick and received - asked <= self.workers.quick_s
+        if self._is_ours:
+            loop.receive(received, count, iterator.fetch)
+        else:
+            number = getattr(iterator, "_rcvd_idx", 0) - 1 if self._is_in_order else self.message
+            loop.receive(received, count, *self.workers.history(number, asked, received))
+
+    def _end(self) -> None:
+        """The epoch is over."""
+        self.loop.end(time.monotonic())
+        self._known.epoch_samples.add(self._samples)
+        self.workers.gather()
 
     def count(self, iterator: Any, batch: Any) -> int:
         """Samples of the batch that is delivered."""
@@ -300,7 +337,7 @@ def watched(kind: Any) -> Any:
 
         def _try_get_data(self, *args: Any, **arguments: Any) -> Any:
             found = kind._try_get_data(self, *args, **arguments)
-            if found[0]:
+            if found[0] and self.__dict__[WATCH].needs_messages:
                 with contextlib.suppress(Exception):  # torch's own affair
                     self.__dict__[WATCH].came(self, *found[1])
             return found

@@ -44,7 +44,7 @@ PINNED = Waits(batches=90, pinned_s=9.0)
 MANY = {"account": {"transfer": 5.0}, "tensors": 16}
 GARBAGE = {"account": {"computing": 40.0}, "garbage_s": 50.0}
 COPIED = {"copied_bytes": 110 << 20}
-IDLE = {"idle_bytes": 256 << 20, "idle_s": 100.0}
+IDLE = {"idle_bytes": 256 << 20, "idle_s": 100.0, "is_persistent": True}
 LARGE = ParentProcess(None, 4 << 30, is_elastic=False)
 # A cause, what shows it, its advice, and what else would not show it.
 CASES = {
@@ -52,10 +52,15 @@ CASES = {
         {"account": {"starting_workers": 3.0, "first_batches": 2.0}}, Advice.KEEP_WORKERS,
         {"account": {"starting_workers": 2.9, "first_batches": 2.0}},
         {"is_persistent": True}, {"totals": totals(epochs=1)}, {"workers": 0},
+        {"waits": Waits(batches=10, fetched_s=1.0)},  # kept workers fetch first batches, too
     ),
     Cause.WORKER_IMPORTS: (
-        {"account": {"first_batches": 8.0}, "ready_s": 4.0, "started": 20}, Advice.START_ONCE,
-        {"ready_s": 3.9}, {"started": 21},
+        {"account": {"first_batches": 8.0}, "ready_s": 4.0, "started": 20, "parent": None},
+        Advice.START_ONCE, {"ready_s": 3.9}, {"started": 21}, {"parent": PARENT},
+    ),
+    Cause.WORKER_INIT: (
+        {"account": {"first_batches": 8.0}, "ready_s": 4.0, "started": 20}, Advice.KEEP_WORKERS,
+        {"ready_s": 3.9}, {"started": 21}, {"is_persistent": True}, {"totals": totals(epochs=1)},
     ),
     Cause.PINNING: ({"account": {"pinning": 5.0}, "waits": PINNED}, Advice.DO_NOT_PIN,
                     {"account": {"pinning": 4.9}}),
@@ -170,7 +175,7 @@ def test_no_rank_is_named_without_cause(alike):
     assert slow_rank("train.py:7", [(each, "a") for each in alike]) is None
 
 
-def test_a_step_that_waits_for_a_rank_is_waiting():
+def test_steps_that_wait_for_a_rank_are_waiting():
     ranks = [Account(step=95.0, storage=5.0), Account(step=65.0, storage=35.0)]
     first, slow = (each.beside(ranks) for each in ranks)
     assert first == Account(step=65.0, storage=5.0, slow_rank=30.0)
@@ -218,7 +223,7 @@ def test_utilization_is_the_share_of_steps():
 @pytest.mark.parametrize(
     ("waits", "fetching", "part"),
     [
-        (Waits(), Fetching(), "storage"),  # no history, and no clock
+        (Waits(), Fetching(), "unknown"),  # no history, and no clock
         (Waits(), Fetching(seconds=1.0, cpu_s=1.0), "computing"),
         (
             Waits(batches=90, waited_s=30.0, slow=19, slow_s=30.0),

@@ -70,6 +70,24 @@ def test_a_batch_far_above_the_usual_is_slow(position, slow_s, waited_s, expecte
     assert waits.slow_fetches_s == pytest.approx(slow_s if expected else 0.0)
 
 
+def test_a_batch_may_stand_for_others():
+    waits, one = Waits(), Waits()
+    for each, times in ((waits, 3), (one, 1)):
+        each.add(1.0, 2.0, 0.5, 0.5, 3.0, is_early=True, times=times)
+        each.add_pinned(2.0, 2.5, 0.5, 3.0, times)
+    sums = (
+        "batches",
+        "waited_s",
+        "unready_s",
+        "transfer_s",
+        "pinning_s",
+        "fetched_s",
+        "cpu_s",
+        "pinned_s",
+    )
+    assert [getattr(waits, name) for name in sums] == [3 * getattr(one, name) for name in sums]
+
+
 def test_cpu_that_is_not_known_is_none():
     waits = Waits()
     for cpu_s in (math.nan, 0.5):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,22 @@ from autotune_loader.values import LoaderConfig
 from tests.support.data import Stream
 
 METHODS = ["fork", "forkserver", "spawn"]
+
+
+def waited(index):
+    time.sleep(0.005)
+    return float(index)
+
+
+class Quick(Dataset):
+    """Of batches of two, the 26th and the 101st are waited for."""
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        time.sleep(0.06 if index in (50, 200) else 0.0)
+        return index
 
 
 class Slow(Dataset):
@@ -46,14 +63,21 @@ def watching(capsys):
         yield enabled
 
 
+@pytest.fixture
+def noting(watching, monkeypatch):
+    """All batches are noted, as if each was waited for."""
+    monkeypatch.setattr(Workers, "quick_s", -1.0)
+    return watching
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("method", METHODS)
-def test_each_batch_has_its_history(method, watching):
+def test_each_batch_has_its_history(method, noting):
     options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
     loader = DataLoader(Slow(), batch_size=4, **options)
     for _ in range(2):
         assert len(list(loader)) == 6
-    (known,) = watching.session.loaders
+    (known,) = noting.session.loaders
     rows = known.log.rows
     assert [row.worker for row in rows] == [0, 1] * 6
     # THEN a batch is begun when it is asked of its worker, and whole before the loop has it
@@ -74,31 +98,55 @@ def test_each_batch_has_its_history(method, watching):
 
 
 @pytest.mark.process
-def test_out_of_order_batches_keep_their_histories(watching):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_quick_batches_are_counted_and_some_noted(workers, watching):
+    loader = DataLoader(Quick(), batch_size=2, num_workers=workers)
+    begun = time.monotonic()
+    assert len(list(loader)) == 200
+    seconds = time.monotonic() - begun
+    (known,) = watching.session.loaders
+    log = known.log
+    assert (log.totals.batches, log.totals.samples) == (200, 400)
+    assert log.totals.wall_s == pytest.approx(seconds, rel=0.2)
+    assert len(log.rows) < 100
+    # THEN each slow one is noted, as itself, and others stand for those that are not
+    log.waits.settle()
+    assert log.waits.slow == 2
+    assert 0.9 < log.waits.slow_fetches_s / (2 * 0.06) < 2
+    assert 100 < log.waits.batches <= 199
+    # AND a trace has all
+    log.sampled = SimpleNamespace(add=id, rows={})
+    rows = len(log.rows)
+    assert len(list(loader)) == 200
+    assert len(log.rows) == rows + 200
+
+
+@pytest.mark.process
+def test_out_of_order_batches_keep_their_histories(noting):
     loader = DataLoader(Slow(), batch_size=4, num_workers=2, in_order=False)
     numbers = [int(batch[0, 0]) // 4 for batch in loader]
-    (known,) = watching.session.loaders
+    (known,) = noting.session.loaders
     assert known.log.rows[numbers.index(1)].service_s >= 0.056
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_autoloader_tells_its_histories_itself(workers, watching):
+def test_an_autoloader_tells_its_histories_itself(workers, noting):
     loader = AutoLoader(Slow(), batch_size=4, num_workers=workers, tune=False)
     assert len(list(loader)) == 6
-    (told,) = watching.report.loaders
-    (known,) = watching.session.loaders
+    (told,) = noting.report.loaders
+    (known,) = noting.session.loaders
     assert known.log.waits.batches == 5
     assert known.log.waits.fetched_s >= 5 * 0.008
     assert told.time.wall == pytest.approx(known.log.totals.wall_s)
 
 
 @pytest.mark.process
-def test_a_stream_has_histories_too(watching):
-    loader = DataLoader(Stream(float, 6), batch_size=2, num_workers=2)
+def test_a_stream_has_histories_too(noting):
+    loader = DataLoader(Stream(waited, 6), batch_size=2, num_workers=2)
     assert len(list(loader)) == 6
-    (known,) = watching.session.loaders
-    assert [row.worker for row in known.log.rows] == [0, 1] * 3
+    (known,) = noting.session.loaders
+    assert sorted(row.worker for row in known.log.rows) == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.process
@@ -175,24 +223,52 @@ def test_pinning_is_noted_by_its_batch(monkeypatch):
     assert queue.sent == [(7, "a"), (8, "b")]
     assert notes.batch(8) == (None, (2.0, 2.25))
     assert notes.batch(7) == (None, (1.0, 1.5))
-    assert notes.batch(7) == (None, ())
+    assert notes.batch(9) == (None, ())
+    assert notes.batch(7 + worker_notes.ROWS) == (None, ())
 
 
-def test_full_collections_take_time(monkeypatch):
-    monkeypatch.setattr(
-        clocks, "time", SimpleNamespace(thread_time=iter([1.0, 1.5, 3.0, 3.25]).__next__)
-    )
+def test_collections_take_cpu():
     collector = clocks.Garbage()
-    collector.watch()
-    collector.watch()
+    held = [[number] for number in range(300_000)]
+    for _ in range(2):
+        collector.watch()
     try:
-        gc.collect()
-        gc.collect()
-        assert collector.seconds == 0.75
+        begun = time.process_time()
+        for _ in range(3):
+            gc.collect()
+        most = time.process_time() - begun
+        assert 0.5 * most < collector.seconds <= most
+        assert collector.seconds == collector.seconds  # a pair of readings counts once
     finally:
         collector.stop()
     collector.stop()
-    assert collector._collects not in gc.callbacks
+    seconds = collector.seconds
+    gc.collect()
+    assert collector.seconds == seconds
+    assert len(held) == 300_000
+
+
+class LateError(Exception):
+    pass
+
+
+def test_signals_amid_collections_reach_the_script(watching):
+    """What a handler raises is not lost in a callback of the collector."""
+
+    def raises(*_):
+        raise LateError
+
+    next(iter(DataLoader(range(8))))
+    held = [[number] for number in range(1_000_000)]
+    before = signal.signal(signal.SIGALRM, raises)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(LateError):
+            [gc.collect() for _ in range(100)]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(held) == 1_000_000
 
 
 # Memory
