@@ -124,13 +124,13 @@ class Cause(Table):
         "{seconds:seconds} for them."
     )
     SLOW_RANK = (
-        "Rank {rank} waits {its:seconds} for batches of {where}, rank {other} {others:seconds}: in their steps, the others wait "
-        "for rank {rank}."
+        "Rank {rank} waits {its:seconds} for batches of {where}, rank {other} {others:seconds}: in their steps, the others "
+        "wait for rank {rank}."
     )
     IDLE_MEMORY = (
         "{where} keeps {workers:# worker} with {size:bytes} of memory, and asks for no batch {share:share} of the time."
     )
-    CORES = "Training waits {seconds:seconds} while workers of {where}, or its own process, are ready to run and have no CPU core."
+    CORES = "Training waits {seconds:seconds} while workers of {where}, or its own process, are ready to run and have no core."
     STORAGE = "Training waits {seconds:seconds} while batches of {where} wait for storage, the network or a lock."
     DEVICE_IN_WORKER = (
         "Of {started:# worker} of {where}, {count} initialized an accelerator, such as CUDA: each has a context of its own in "
