@@ -17,7 +17,7 @@ from autotune_loader.diagnosis.tables import Advice, Cause
 from autotune_loader.results.record import Finding
 
 if TYPE_CHECKING:
-    from autotune_loader.pipeline.figures import LoopFigures
+    from autotune_loader.loops.figures import LoopFigures
 
 FEWEST_BATCHES = 8
 """Fewer say nothing of what comes back."""

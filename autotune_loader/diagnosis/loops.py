@@ -14,7 +14,7 @@ from autotune_loader.diagnosis.tables import Advice, Bottleneck
 from autotune_loader.results.record import Finding
 
 if TYPE_CHECKING:
-    from autotune_loader.pipeline.figures import LoopFigures
+    from autotune_loader.loops.figures import LoopFigures
 
 WORTH_TRYING = 0.05
 """A gain below this, at most, is not worth another run."""

@@ -28,8 +28,7 @@ class Garbage:
         self._seconds, self._readings = 0.0, list[int]()
         self._reads: Any = None
 
-    @property
-    def seconds(self) -> float:
+    def read(self) -> float:
         """Those until now: of pairs of readings in microseconds, as a C int that wraps."""
         readings = self._readings
         if count := len(readings) // 2 * 2:

@@ -12,6 +12,4 @@ throughput.py    from the histories of a burst's batches to its rate
 forking.py       the process that workers are forked from
 waits.py         what a loop waited for, by the histories of its batches
 loop_log.py      from those of a training loop to its times
-worker_notes.py  what torch's own workers and its pinning thread note of each batch
-figures.py       what else is seen of a loader's loops and of torch's workers
 """

@@ -33,7 +33,6 @@ import torch
 from torch.utils.data import RandomSampler
 
 from autotune_loader.lines import Line
-from autotune_loader.machine.clocks import garbage
 from autotune_loader.pipeline.batches import initialized_accelerator
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.pipeline.waits import SLOW_S, Waits
@@ -153,6 +152,8 @@ class Log:
         """What workers were forked from last; None where they are not forked."""
         self.workers = 0
         """Those that torch starts for an epoch."""
+        self.garbage_s: Callable[[], float] = float
+        """CPU seconds of garbage collections until now; 0 where nobody counts them."""
         self.sampled: Sampled | None = None
         """Where a trace is written."""
         self.intervals = deque[tuple[str, float, float]](maxlen=MOST_INTERVALS)
@@ -235,7 +236,7 @@ class Loop:
         self._pinned: Pinned | tuple[()] = ()
         self._own_received = 0.0
         self._saved_s, self._skipped = 0.0, 0
-        self._garbage_s = garbage.seconds
+        self._garbage_s = self._log.garbage_s()
         self.batches, self.is_over = 0, False
         if log.totals.batches >= log.marks.until:
             log.marks.looks, log.marks.until = 0, log.totals.batches + OFTEN
@@ -258,8 +259,8 @@ class Loop:
         others = 0.0, 0.0
         if self._own_received:
             others = self._others(self._own_received)
-            self._log.totals.step_garbage_s += garbage.seconds - self._garbage_s
-        self._garbage_s = garbage.seconds
+            self._log.totals.step_garbage_s += self._log.garbage_s() - self._garbage_s
+        self._garbage_s = self._log.garbage_s()
         self._log.marks.note(now, self._ask, *others)
 
     def receive(self, now: float, samples: int, fetch: Fetch | None = None, pinned: Pinned | tuple[()] = ()) -> None:
@@ -269,8 +270,8 @@ class Loop:
         self._own_received = self._span.moment = now
         self._saved_s = beside.saved_s
         totals.asking_s += now - self._own_asked
-        totals.wait_garbage_s += garbage.seconds - self._garbage_s
-        self._garbage_s = garbage.seconds
+        totals.wait_garbage_s += self._log.garbage_s() - self._garbage_s
+        self._garbage_s = self._log.garbage_s()
         self._log.marks.note(now, self._receive, self.batches, samples, fetch, pinned)
 
     def may_skip(self, now: float) -> bool:

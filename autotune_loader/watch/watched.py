@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from autotune_loader import LoaderConfig
-from autotune_loader.pipeline.figures import LoopFigures, Workers, samples_in
+from autotune_loader.loops.figures import LoopFigures, Workers, samples_in
 from autotune_loader.pipeline.loop_log import Site
 
 FEWEST_BATCHES = 3

@@ -7,7 +7,7 @@ import pytest
 from autotune_loader.diagnosis import Account, Advice, Cause, Job, slow_rank
 from autotune_loader.diagnosis.account import Fetching, account_of
 from autotune_loader.diagnosis.causes import causes
-from autotune_loader.pipeline.figures import LoopFigures
+from autotune_loader.loops.figures import LoopFigures
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.pipeline.loop_log import Totals
 from autotune_loader.pipeline.waits import Waits

@@ -24,9 +24,10 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from autotune_loader import AutoLoader, enable
 from autotune_loader.diagnosis import Caution, Kept
 from autotune_loader.lines import Line
+from autotune_loader.loops import figures
 from autotune_loader.machine.nvml import GpuUse
 from autotune_loader.machine.processes import CpuTimes
-from autotune_loader.pipeline import figures, forking
+from autotune_loader.pipeline import forking
 from autotune_loader.pipeline.loop_log import Marks, Site
 from autotune_loader.values import LoaderConfig
 from autotune_loader.watch import session, watched

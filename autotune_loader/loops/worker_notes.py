@@ -122,7 +122,7 @@ class Notes:
             nonlocal start, cpu_s, ready_s, queued_before_s, garbage_before_s
             if ready_s is None:
                 ready_s = time.monotonic() - begun
-                queued_before_s, garbage_before_s = queued_s("thread-self"), garbage.seconds
+                queued_before_s, garbage_before_s = queued_s("thread-self"), garbage.read()
             task = get(*args, **options)
             start, cpu_s = time.monotonic(), math.nan
             if not (is_quick and type(task) is tuple and task[0] % EACH):
@@ -137,7 +137,7 @@ class Notes:
                 next_look_s, queued_for_s = end + LOOK_EVERY_S, queued_s("thread-self") - queued_before_s
                 uses_device = uses_device or float(initialized_accelerator() is not None)
             if number < WORKERS:
-                garbage_s = garbage.seconds - garbage_before_s
+                garbage_s = garbage.read() - garbage_before_s
                 HEAD.pack_into(memory, head, born_s, ready_s, uses_device, batches, queued_for_s, garbage_s)
 
         def noted_put(message: Any, *args: Any, **options: Any) -> None:

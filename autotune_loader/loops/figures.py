@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from autotune_loader.loops.worker_notes import EACH, QUICK_S, Notes, WorkerNote, here, look_into_processes, pinning
 from autotune_loader.machine.clocks import garbage
 from autotune_loader.machine.nvml import GpuMeter
 from autotune_loader.machine.processes import PROC, CpuTimes, copied_bytes, private_bytes, process_use
 from autotune_loader.pipeline.loop_log import Fetch, Log, Pinned
-from autotune_loader.pipeline.worker_notes import EACH, QUICK_S, Notes, WorkerNote, here, look_into_processes, pinning
 from autotune_loader.values import MAIN_PROCESS, LoaderConfig, LoaderTrace, Sampled
 
 READ_EVERY_S, READ_FIRST_S, MOST_READ = 2.0, 0.5, 4
@@ -94,6 +94,7 @@ class LoopFigures:
 
     def __init__(self, own: LoaderConfig) -> None:
         self.own, self.log = own, Log()
+        self.log.garbage_s = garbage.read
         self.in_loop, self.in_workers, self.of_workers = CpuOfBatches(), CpuOfBatches(), OfWorkers()
         self.read_s = self.busy_s = self.next_read_s = self.gpu_s = self.gpu_busy_s = 0.0
         self.batch_bytes: int | None = None
