@@ -55,7 +55,7 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
     """
     sys.argv[:] = ["-m" if is_module else target, *arguments]
     main, run = _module(target) if is_module else _script(target)
-    pid, is_by_sigint = os.getpid(), False
+    pid, is_by_sigint, is_told = os.getpid(), False, False
     script = shlex.join(["-m"] * is_module + [target, *arguments])
     folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"autotune-loader-{pid}-{os.urandom(8).hex()}")  # noqa: PTH118, S108
     plan = replace(plan, pid=pid, folder=folder, script=script)
@@ -63,10 +63,12 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
 
     @atexit.register  # first, so that it is the last that happens
     def end() -> None:
+        nonlocal is_told
         if os.getpid() == pid:
             for child in getattr(sys.modules.get("multiprocessing.process"), "active_children", list)():
                 if not child.daemon:  # as multiprocessing does itself at the end: what they saw is told, too
                     child.join()
+            is_told = True
             hook.tell()
             if is_by_sigint:
                 with contextlib.suppress(OSError, ValueError):
@@ -78,7 +80,7 @@ def launch(plan: Plan, target: str, arguments: Sequence[str], *, is_module: bool
 
     @functools.wraps(leave)
     def end_at_once(status: int) -> None:
-        if os.getpid() == pid and hook.has_batches:  # processes of its own have told at their end
+        if os.getpid() == pid and hook.has_batches and not is_told:  # processes of its own have told at their end
             with contextlib.suppress(Exception):  # a thread, as it may be called because something hangs
                 telling = threading.Thread(target=hook.tell, kwargs={"flushes": False}, daemon=True)
                 telling.start()

@@ -94,15 +94,15 @@ def report_of(seen: Sequence[ProcessReport]) -> ScriptReport:
 
 def _report_of(loader: ScriptLoader, job: Job) -> LoaderReport:
     totals, found, samples = loader.log.totals, loader.told, loader.epoch_samples
+    kept = loader.kept if found is None else found.kept
+    # Under `run`, the command that allows workers could do more where nothing else kept it from tuning.
+    job = replace(job, is_tuned=job.is_tuned and not Kept.NO_CONSENT.said_by(kept))
     judged = judge_loops(loader, loader.name, job)
     bottleneck, advice, rate, wait = judged.bottleneck, judged.advice, judged.samples_per_s, totals.wait_share
     is_changed = found is not None and found.best != found.tuner.asked
     # Of the loops as a whole, some batches were made with other settings.
     if found is not None and found.has_tried and (result := found.result).rate is not None:
         bottleneck, advice, rate, wait = result.bottleneck, result.advice, result.rate.value, result.wait_share
-    kept = loader.kept if found is None else found.kept
-    # Under `run`, the command that allows workers could do more where nothing else kept it from tuning.
-    is_worth_trying = not job.is_tuned or Kept.NO_CONSENT.said_by(kept)
     idle, shards = _of_stream(loader)
     return LoaderReport(
         name=loader.name,
@@ -124,7 +124,7 @@ def _report_of(loader: ScriptLoader, job: Job) -> LoaderReport:
         read_ahead=Caution.READ_AHEAD(thread=loader.reader) if loader.is_read_ahead else None,
         bottleneck=bottleneck,
         causes=() if loader.is_read_ahead else judged.causes,
-        advice=(*shards, *(judged.to_try if is_worth_trying else ()), *advice),
+        advice=(*shards, *(() if job.is_tuned else judged.to_try), *advice),
     )
 
 

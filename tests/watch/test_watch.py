@@ -189,6 +189,23 @@ ENDS_AT_ONCE = """
         list(DataLoader(Waiting(40), batch_size=8))
         os._exit(3)
     """
+LATE = """
+    import gc
+    class Late(Exception):
+        pass
+    def raises(*_):
+        raise Late
+    if __name__ == "__main__":
+        next(iter(DataLoader(Numbers(8))))
+        held = [[number] for number in range(1_000_000)]
+        signal.signal(signal.SIGALRM, raises)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        try:
+            for _ in range(100):
+                gc.collect()
+        except Late:
+            print("came")
+    """
 STACKS = """
     import faulthandler
     faulthandler.register(signal.SIGTERM, chain=sys.argv[1] == "chain")
@@ -296,6 +313,13 @@ def test_what_os_exit_ends_is_told(bench):
     assert "5 batches" in ended.report
     assert [each["batches"] for each in loaders_in(bench.folder / "r.json")] == [5]
     assert TuningResult.load(bench.folder / "o.json").status == "partial"
+
+
+def test_what_handlers_raise_amid_collections_comes(bench):
+    """It is not lost in a callback of the collector."""
+    bench.write(LATE)
+    ended = bench.command("watch", "train.py")
+    assert ended.printed == "came\n"
 
 
 @pytest.mark.parametrize(
