@@ -135,7 +135,8 @@ class LoopFigures:
         """The batch is there."""
         self.in_loop.add(1, asked, CpuTimes.of_thread())
 
-    def close(self) -> None:
+    @staticmethod
+    def close() -> None:
         """Collections are timed no more; what stands in torch's places only calls torch's own."""
         garbage.stop()
 
@@ -199,9 +200,9 @@ class Workers:
 
     def gather(self) -> None:
         """Sum up what they have noted since the last time."""
-        found = self._found
-        for number in range(self.asked if self._notes is not None else 0):
-            note = self._notes.of_worker(number) if self._notes is not None else None
+        found, notes = self._found, self._notes
+        for number in range(self.asked):
+            note = None if notes is None else notes.of_worker(number)
             if note is None:
                 continue
             before = self._seen.get(number)

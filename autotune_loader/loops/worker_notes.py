@@ -71,6 +71,8 @@ class WorkerNote(NamedTuple):
 class Notes:
     """The table of one iterator. It is made before the workers start; `close` is called once they have."""
 
+    _file = -1  # `close` is called, too, where it could not be made
+
     def __init__(self, *, forks: bool, collates: bool) -> None:
         self._file = -1 if forks else memfd("autotune-loader-notes")
         if self._file != -1:

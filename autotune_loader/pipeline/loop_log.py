@@ -223,7 +223,7 @@ class Loop:
     """Over one epoch. Each moment is noted as it comes, and counted when an accelerator has passed it.
 
     Attributes:
-        begun: when `iter()` was called.
+        begun: when `iter()` was called, and an accelerator had passed that.
         batches: those that it has had.
         is_over: whether it was told that the epoch is over.
     """
@@ -257,21 +257,22 @@ class Loop:
         """The loop asks for a batch: its step has ended."""
         self._own_asked = self._span.moment = now
         others = 0.0, 0.0
+        garbage_s = self._log.garbage_s()
         if self._own_received:
             others = self._others(self._own_received)
-            self._log.totals.step_garbage_s += self._log.garbage_s() - self._garbage_s
-        self._garbage_s = self._log.garbage_s()
+            self._log.totals.step_garbage_s += garbage_s - self._garbage_s
+        self._garbage_s = garbage_s
         self._log.marks.note(now, self._ask, *others)
 
     def receive(self, now: float, samples: int, fetch: Fetch | None = None, pinned: Pinned | tuple[()] = ()) -> None:
         """The loop has a batch; `fetch` is its history, None where it is not known."""
-        totals = self._log.totals
+        totals, garbage_s = self._log.totals, self._log.garbage_s()
         self.batches += 1
         self._own_received = self._span.moment = now
         self._saved_s = beside.saved_s
         totals.asking_s += now - self._own_asked
-        totals.wait_garbage_s += self._log.garbage_s() - self._garbage_s
-        self._garbage_s = self._log.garbage_s()
+        totals.wait_garbage_s += garbage_s - self._garbage_s
+        self._garbage_s = garbage_s
         self._log.marks.note(now, self._receive, self.batches, samples, fetch, pinned)
 
     def may_skip(self, now: float) -> bool:
@@ -311,7 +312,10 @@ class Loop:
 
     def _others(self, received: float) -> tuple[float, float]:
         """Seconds of loops and of checkpoints since then: within the step that has just ended."""
-        loops, inner, saved = beside.loops, list[Extent](), list[Extent]()
+        loops = beside.loops
+        if beside.saved_s == self._saved_s and not (loops and loops[-1].begun > received):  # nearly always
+            return 0.0, 0.0
+        inner, saved = list[Extent](), list[Extent]()
         while loops and loops[-1].begun > received:  # an iterator that another is zipped with began before
             inner.append(loops.pop())
         if beside.saved_s != self._saved_s:
@@ -323,13 +327,13 @@ class Loop:
         return sum(each.moment - each.begun for each in inner), sum(each.moment - each.begun for each in saved)
 
     def _begin(self, now: float) -> None:
-        self._asked = self._begun = now
+        self.begun = self._asked = now
 
     def _started(self, now: float) -> None:
         totals, self._asked = self._log.totals, now
-        totals.waited_s += now - self._begun
-        totals.started_s += now - self._begun
-        totals.made_s += now - self._begun
+        totals.waited_s += now - self.begun
+        totals.started_s += now - self.begun
+        totals.made_s += now - self.begun
 
     def _ask(self, evaluated_s: float, saved_s: float, now: float) -> None:
         if received := self._received:
@@ -369,7 +373,7 @@ class Loop:
         log = self._log
         log.totals.waited_s += now - self._asked
         log.totals.ended_s += now - self._asked
-        log.mark(f"epoch {log.totals.epochs}", self._begun, now)
+        log.mark(f"epoch {log.totals.epochs}", self.begun, now)
 
 
 @dataclass(slots=True)

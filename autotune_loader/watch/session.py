@@ -55,8 +55,7 @@ class Session:
     def close(self) -> None:
         """What is left of it in this process does nothing more."""
         self.first_line.stop()
-        for each in self.loaders:
-            each.close()
+        ScriptLoader.close()
 
     @property
     def known(self) -> list[ScriptLoader]:

@@ -80,6 +80,17 @@ def test_otherwise_the_hosts_clock_counts(device, is_lost, monkeypatch):
     assert log.totals.stepped_s == pytest.approx(100 * LAUNCH_S)
 
 
+def test_an_epoch_begins_when_the_device_has_come(device):
+    """Not while it does what was queued before: by it the tuner tells how long an epoch takes."""
+    log = Log()
+    looped(device, 0.009, 0.1, log)
+    queued_until = device.mark()
+    assert queued_until > device.now()
+    loop = log.begin(device.now())
+    settled(device, log)
+    assert loop.begun == pytest.approx(queued_until)
+
+
 def test_a_training_thread_counts_as_the_device_does(device, monkeypatch):
     """As with Ray Train, whose main thread waits for it."""
     monkeypatch.setattr(loop_log, "is_main_thread_waiting", lambda: True)

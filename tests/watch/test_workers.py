@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,21 @@ def test_without_a_hook_workers_note_nothing(capsys):
     # AND it looks like torch's own
     assert loop.__name__ == "_worker_loop"
     assert loop.__wrapped__.__module__ == "torch.utils.data._utils.worker"
+
+
+def test_notes_that_cannot_be_made_raise_once(monkeypatch):
+    """Nothing is printed about what was not made, on a kernel without files in memory."""
+
+    def full(name):
+        raise OSError("no room")
+
+    unraisable = []
+    monkeypatch.setattr(worker_notes, "memfd", full)
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with pytest.raises(OSError, match="no room"):
+        Notes(forks=False, collates=False)
+    gc.collect()
+    assert unraisable == []
 
 
 def test_notes_of_another_batch_are_not_taken():
