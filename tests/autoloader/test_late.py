@@ -201,18 +201,25 @@ def test_who_is_frozen_draws_no_further_ahead() -> None:
     assert order.given < 400
 
 
-def test_a_job_outlives_its_lost_copy() -> None:
-    loader = fixed(Made(quick, 40), num_workers=4)
+def test_a_job_outlives_its_lost_copy(tmp_path: Path) -> None:
+    def waits(index: int) -> torch.Tensor:
+        while index >= 12 and not (tmp_path / "go").exists():
+            time.sleep(0.002)
+        return torch.tensor([index])
+
+    loader = fixed(Made(waits, 40), num_workers=4)
     iterator = iter(loader)
     for _ in range(8):
         next(iterator)
-    first, last = iterator._index_queues[0], iterator._index_queues[3]
+    first = next(each for each in iterator._index_queues if any(map(iterator._is_awaited, each.jobs)))
+    last = next(each for each in iterator._index_queues if each is not first)
     job = next(each for each in first.jobs if iterator._is_awaited(each))
     last.jobs.append(job)
-    iterator._task_info[job] = (3,)
+    iterator._task_info[job] = (last.number,)
     iterator._give_again([last])
-    assert iterator._task_info[job][0] == 0
+    assert iterator._task_info[job][0] == first.number
     last.jobs.remove(job)
+    (tmp_path / "go").touch()
     assert len(list(iterator)) == 32
     # AND what is given again is in order
     iterator._queued, iterator._hand_out = deque([40, 31]), list
