@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         return 0
     name, *given = arguments
     if name not in known:
-        print(f"there is no study {name!r}; one of {', '.join(known)} would work", file=sys.stderr)
+        print(f"there is no study {name!r}. Try one of {', '.join(known)}.", file=sys.stderr)
         return 2
     study = importlib.import_module(f"studies.{name}")
     options = options_of(study, given)

@@ -56,9 +56,7 @@ def outcomes(text: str, replaced: str, names: list[str]) -> dict[str, str]:
 def rows(*, file: str = "", only: str = "") -> Table:
     text = Path(file).read_text() if Path(file).is_file() else ""
     if IMPORT not in text:
-        raise SystemExit(
-            f"--file {file!r} has no line {IMPORT!r}; test_dataloader.py of github.com/pytorch/data would work"
-        )
+        raise SystemExit(f"--file {file!r} has no line {IMPORT!r}. Try test_dataloader.py of github.com/pytorch/data.")
     plain: dict[str, str] = {}
     for side, replaced in SIDES.items():
         found = outcomes(text, replaced, only.split(",") if only else [])

@@ -134,7 +134,7 @@ class AutoLoader(LoaderOf[T_co]):
             self._how = {name: arguments.pop(name) for name in OF_WORKERS if arguments.get(name)}
         if fetch_threads is not None:
             if arguments["num_workers"] == 0 and not _is_unasked(arguments["num_workers"]):
-                raise ValueError(f"fetch_threads={fetch_threads} needs worker processes; num_workers=2 would work")
+                raise ValueError(f"fetch_threads={fetch_threads} needs worker processes. Try num_workers=2.")
             require_items(dataset, fetch_threads)
         super().__init__(dataset, **arguments)
         self._line = users_line(sys._getframe(1), libraries=True)
@@ -203,18 +203,18 @@ def _arguments_of(loader: DataLoader[Any], given: dict[str, Any]) -> dict[str, A
     kind, name = type(loader), type(loader).__name__
     if kind.__module__.partition(".")[0] == "accelerate":
         raise TypeError(
-            f"AutoLoader({name}(...)) would leave out what Accelerate does to a batch; accelerator.prepare(AutoLoader(...)) "
-            "would work"
+            f"AutoLoader({name}(...)) would leave out what Accelerate does to a batch. Try "
+            "accelerator.prepare(AutoLoader(...))."
         )
     if hasattr(loader, "state_dict"):
         raise TypeError(
-            f"{name} has a state_dict(), which AutoLoader({name}(...)) would not have; tune(loader).apply_to(loader) "
-            "would work"
+            f"{name} has a state_dict(), which AutoLoader({name}(...)) would not have. Try "
+            "tune(loader).apply_to(loader)."
         )
     if kind.__iter__ is not DataLoader.__iter__:
         raise TypeError(
-            f"{name} has its own iterator, which AutoLoader({name}(...)) would not run; "
-            f"AutoLoader as the base class of {name}, in place of DataLoader, would work"
+            f"{name} has its own iterator, which AutoLoader({name}(...)) would not run. "
+            f"Try AutoLoader as the base class of {name}, in place of DataLoader."
         )
     names: tuple[str, ...] = ("pin_memory", "collate_fn", "timeout", "worker_init_fn", "generator")
     if given.get("num_workers", loader.num_workers) and loader.num_workers:

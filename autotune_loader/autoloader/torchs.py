@@ -25,8 +25,8 @@ def named(module: ModuleType, *names: str) -> Any:
         if hasattr(module, name):
             return getattr(module, name)
     raise ImportError(
-        f"torch {torch.__version__} has no {' and no '.join(names)} in {module.__name__}, which AutoLoader and `run` need: "
-        "another version of autotune-loader or of torch would work",
+        f"torch {torch.__version__} has no {' and no '.join(names)} in {module.__name__}, which AutoLoader and `run` need. "
+        "Try another version of autotune-loader or of torch.",
         name=module.__name__,
     )
 

@@ -133,11 +133,11 @@ def require_items(dataset: Any, threads: int) -> None:
             dataset within it does.
     """
     if isinstance(dataset, IterableDataset):
-        raise ValueError(f"fetch_threads={threads} needs a map-style dataset; fetch_threads=None would work")
+        raise ValueError(f"fetch_threads={threads} needs a map-style dataset. Try fetch_threads=None.")
     while type(dataset) is Subset:
         dataset = dataset.dataset
     if callable(getattr(dataset, "__getitems__", None)):
         raise ValueError(
-            f"fetch_threads={threads}: {type(dataset).__name__}.__getitems__ fetches a batch at once, in one thread; "
-            "fetch_threads=None would work"
+            f"fetch_threads={threads}: {type(dataset).__name__}.__getitems__ fetches a batch at once, in one thread. "
+            "Try fetch_threads=None."
         )

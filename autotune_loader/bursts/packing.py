@@ -47,8 +47,8 @@ TENSORS = (torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage)
 MOST_TENSORS = 245
 """The kernel passes at most 253 descriptors at once, of which a fork server needs four, and a worker's two queues four."""
 TOO_MANY_TENSORS = (
-    f"more than {MOST_TENSORS} tensors, each with a descriptor of its own; "
-    "torch.multiprocessing.set_sharing_strategy('file_system') would work"
+    f"more than {MOST_TENSORS} tensors, each with a descriptor of its own. "
+    "Try torch.multiprocessing.set_sharing_strategy('file_system')."
 )
 NOT_IMPORTED = "{name} is of a notebook or an interactive session, and not of a module that a worker could import"
 

@@ -67,7 +67,7 @@ the user's, is imported once the process is confined."""
 FORKED = "The trials run in forks of this process, where a step on the CPU uses one thread: {reason}."
 UNSENT = (
     "No worker that {method} starts can be sent the {fault}, in training neither, so none are tried (num_workers=0). Make on "
-    "first use in each process what cannot be pickled; multiprocessing_context='fork' would work."
+    "first use in each process what cannot be pickled. Try multiprocessing_context='fork'."
 )
 HANGS = "no answer within"
 UNLIKE = (

@@ -4,7 +4,7 @@
     commands.py      `watch`, `run`, `show` and `demo`
     tune_command.py  `tune module:function`
     doctor.py        `doctor`: limits, GPUs and versions
-    parser.py        argparse for all of them, whose errors say what would work
+    parser.py        argparse for all of them, whose errors say what to try
 
 Nothing here imports torch before a command needs it: `autotune-loader --help` answers at once.
 """

@@ -91,7 +91,7 @@ def _meant(arguments: Sequence[str]) -> Callable[[], Any]:
     named = next((each for each in rest if each in Command.all), None)
     if first.startswith("-") and named is not None:
         moved = shlex.join([PROGRAM, named, first, *(each for each in rest if each != named)])
-        raise ValueError(f"{first} goes after the command: {moved} would work")
+        raise ValueError(f"{first} goes after the command: {moved}")
     meant = ("watch", first) if first.endswith(".py") else (nearest(first, Command.all),)
     works = shlex.join([PROGRAM, *meant, *rest]) if meant[0] else f"{PROGRAM} --help"
-    raise ValueError(f"there is no command {first!r}; {works} would work")
+    raise ValueError(f"there is no command {first!r}. Try {works}.")

@@ -1,4 +1,4 @@
-"""The parser of every command: argparse, whose errors say what would work."""
+"""The parser of every command: argparse, whose errors say what to try."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Command(argparse.ArgumentParser):
         """What runs the command.
 
         Raises:
-            ValueError: it has no such arguments; the message says what would work.
+            ValueError: it has no such arguments; the message suggests some.
         """
         is_split = self._script.endswith("--")
         end = [*arguments, "--"].index("--") if is_split else len(arguments)
@@ -62,16 +62,16 @@ class Command(argparse.ArgumentParser):
         if not unknown:
             return partial(self.run, **vars(known), **({"arguments": arguments[end + 1 :]} if is_split else {}))
         name = unknown[0].partition("=")[0]
-        works = f"{self.prog} --help has all"
+        hint = f"See {self.prog} --help for all options."
         if self._script:
-            works = f"an argument of the script goes after its name: {self.prog} {self._script} {name}"
+            hint = f"An argument of the script goes after its name: {self.prog} {self._script} {name}"
         near = nearest(name, self.options, cutoff=0.75)
-        raise ValueError(f"{self.prog} takes no {name}; {works if near is None else f'did you mean {near}?'}")
+        raise ValueError(f"unknown option {name}. {hint if near is None else f'Did you mean {near}?'}")
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        works = f"{self.prog} {self._script.removesuffix(' --')} would work"
-        raise ValueError(f"{message}; {works if 'required' in message else f'{self.prog} --help has examples'}")
+        example = f"Try {self.prog} {self._script.removesuffix(' --')}." if "required" in message else ""
+        raise ValueError(f"{message}. {example or f'See {self.prog} --help for examples.'}")
 
 
 def count(text: str, least: int) -> int:

@@ -21,7 +21,7 @@ from autotune_loader.values import ALLOWABLE, nearest
 
 _CODES = {"fallback": 3, "partial": 130}
 """Exit codes of results that are not what was asked for; 130 is a shell's for SIGINT (128 + 2)."""
-_EXAMPLE = "train.py:make_loader or package.module:make_loader would work"
+_EXAMPLE = "Try train.py:make_loader or package.module:make_loader."
 _ALLOW = f"Search this, too, although it changes training: {', '.join(ALLOWABLE)}. Repeatable."
 
 
@@ -110,7 +110,7 @@ def _workload(target: str) -> tuple[Any, dict[str, Any]]:
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise ValueError(f"{target!r} does not name a function; {_EXAMPLE}")
+        raise ValueError(f"{target!r} does not name a function. {_EXAMPLE}")
     module = _module(place)
     if not hasattr(module, name):
         own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
@@ -131,7 +131,7 @@ def _module(place: str) -> Any:
     if place.endswith(".py"):
         folder, name = str(Path(place).resolve().parent), Path(place).stem
         if not Path(place).is_file():
-            raise ValueError(f"there is no file {place!r} in {Path.cwd()}; {_EXAMPLE}")
+            raise ValueError(f"there is no file {place!r} in {Path.cwd()}. {_EXAMPLE}")
     sys.path[:0] = [each for each in dict.fromkeys((folder, str(Path.cwd()))) if each not in sys.path]
     try:
         if (spec := importlib.util.find_spec(name)) is not None and spec.origin is not None:
@@ -140,7 +140,7 @@ def _module(place: str) -> Any:
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (name == missing or name.startswith(f"{missing}.")):
-            raise ValueError(f"there is no module {missing!r} here ({Path.cwd()}); {_EXAMPLE}") from None
+            raise ValueError(f"there is no module {missing!r} here ({Path.cwd()}). {_EXAMPLE}") from None
         raise _users_error(f"importing {place} failed", error) from error
     # Processes that tuning starts import it by its name, too.
     if place.endswith(".py") and not Path(place).samefile(module.__file__ or os.devnull):
@@ -151,9 +151,7 @@ def _module(place: str) -> Any:
 def _users_error(message: str, error: BaseException) -> WorkloadError:
     """The user's own traceback: without our frames and those of the import system above theirs."""
     if isinstance(error, SystemExit):
-        message += (
-            f"; arguments of the script go after --: {PROGRAM} tune train.py:make_loader -- --data /data would work"
-        )
+        message += f". Arguments of the script go after --, as in {PROGRAM} tune train.py:make_loader -- --data /data."
     frame, ours = error.__traceback__, (__file__, importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ours):
         frame = frame.tb_next

@@ -33,8 +33,8 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
         dispatches = isinstance(loader.dataset, IterableDataset)
     if accelerator.num_processes > 1 and dispatches:
         raise ValueError(
-            f"dispatch_batches: rank 0 loads for all {accelerator.num_processes} ranks; "
-            "DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset would work"
+            f"dispatch_batches: rank 0 loads for all {accelerator.num_processes} ranks. "
+            "Try DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset."
         )
     with accelerator.autocast():  # of its mixed precision
         result = tune(loader, model, **{"device": str(accelerator.device), **options})
@@ -58,13 +58,13 @@ def tune_live(prepared: Any, **options: Any) -> Any:
 
     if not isinstance(prepared, DataLoaderShard):
         raise TypeError(
-            f"prepared={type(prepared).__name__} has no DataLoader on each rank; "
-            "what accelerator.prepare(loader) returns with dispatch_batches=False would work"
+            f"prepared={type(prepared).__name__} has no DataLoader on each rank. "
+            "Try what accelerator.prepare(loader) returns with dispatch_batches=False."
         )
     if hasattr(prepared.base_dataloader, "state_dict"):
         raise TypeError(
-            f"prepared has a {type(prepared.base_dataloader).__name__}, whose state_dict() AutoLoader does not have; "
-            "tune_before_prepare(accelerator, loader) would work"
+            f"prepared has a {type(prepared.base_dataloader).__name__}, whose state_dict() AutoLoader does not have. "
+            "Try tune_before_prepare(accelerator, loader)."
         )
     prepared.base_dataloader = AutoLoader(prepared.base_dataloader, **options)
     return prepared

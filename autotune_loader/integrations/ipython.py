@@ -15,7 +15,7 @@ def load_ipython_extension(shell: Any) -> None:
         verb: Any
         verb, *options = words if (words := line.split())[:1] in (["watch"], ["run"]) else ("watch", *words)
         if options not in ([], ["--allow-workers"][verb == "watch" :]):
-            raise ValueError(f"%%watch {line} is not known; %%watch run --allow-workers would work")
+            raise ValueError(f"%%watch {line} is not known. Try %%watch run --allow-workers.")
         if not cell.startswith("%%"):
             cell = f"# %%watch\n{cell}"  # so that lines have the numbers that the notebook shows
         with enable(verb, allow_workers=bool(options)):

@@ -50,9 +50,7 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
     """
     require("transformers", "Tuning from a Trainer")
     if not hasattr(trainer, "get_train_dataloader"):
-        raise TypeError(
-            f"trainer={type(trainer).__name__} is not a transformers.Trainer; tune(loader, model) would work"
-        )
+        raise TypeError(f"trainer={type(trainer).__name__} is not a transformers.Trainer. Try tune(loader, model).")
     args = trainer.args
     options = {"device": str(args.device), **options}
     left_out = _left_out(trainer) if options.get("train_step") is None else []
@@ -63,13 +61,11 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
     if _is_overridden(trainer, "compute_loss") or any(each is not None for each in losses):
         options.setdefault("train_step", functools.partial(_loss, _without_data(trainer)))
     if left_out:
-        warnings.warn(
-            f"trials train without {', '.join(left_out)}; a train_step= that does it would work", stacklevel=2
-        )
+        warnings.warn(f"trials train without {', '.join(left_out)}. Try a train_step= that does it.", stacklevel=2)
     if args.n_gpu > 1:
         warnings.warn(
             f"the Trainer splits each batch across {args.n_gpu} GPUs (DataParallel), but trials use one GPU, which takes "
-            "longer; torchrun, with one process per GPU, would work",
+            "longer. Try torchrun, with one process per GPU.",
             stacklevel=2,
         )
     with trainer.accelerator.autocast():  # bf16 and fp16 of the arguments
@@ -82,8 +78,8 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
         made, best = LoaderConfig.from_loader(plain_loader(trainer)).arguments(), result.best.arguments()
         if unheeded := ", ".join(f"{name}={value!r}" for name, value in best.items() if made.get(name) != value):
             warnings.warn(
-                f"the Trainer's own get_train_dataloader ignores args for {unheeded}; "
-                "return result.apply_to(loader) in it would work",
+                f"the Trainer's own get_train_dataloader ignores args for {unheeded}. "
+                "Return result.apply_to(loader) in it.",
                 stacklevel=2,
             )
     return result

@@ -25,8 +25,8 @@ from autotune_loader.machine.limits import (
 CACHE_SHARE = 0.8
 """Of the memory, which files that were read can take in the best case."""
 DAEMONIC = (
-    "this process is a daemon of multiprocessing, which cannot start worker processes; daemon=False, or "
-    "concurrent.futures.ProcessPoolExecutor, would work"
+    "this process is a daemon of multiprocessing, which cannot start worker processes. Try daemon=False, or "
+    "concurrent.futures.ProcessPoolExecutor."
 )
 ALIKE = 0.05
 """Kernels of one machine type differ in what they keep for themselves."""

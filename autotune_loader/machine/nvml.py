@@ -37,7 +37,7 @@ class GpuMeter:
                 self._nvml, self._device = pynvml, _device_of(pynvml, uuid)
                 self.now()
         except Exception as error:  # whatever it is, it is no reason to end a burst
-            why = f"{error}; pip install nvidia-ml-py would work" if isinstance(error, ImportError) else error
+            why = f"{error}. Try pip install nvidia-ml-py." if isinstance(error, ImportError) else error
             self._device, self.why_none = None, f"NVML does not tell the utilization of {device}: {why}."
 
     def now(self) -> GpuUse:

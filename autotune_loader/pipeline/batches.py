@@ -186,11 +186,11 @@ def accelerator(device: Any) -> Any:
         return None
     module: Any = getattr(torch, chosen.type, None)
     if not all(hasattr(module, name) for name in ASKED):
-        instead = "device='cpu', or in tune() train_step=0.05 (the seconds of one step) would work"
-        raise ValueError(f"device={str(device)!r} has no streams and timed events in PyTorch; {instead}")
+        instead = "Try device='cpu', or in tune() train_step=0.05 (the seconds of one step)."
+        raise ValueError(f"device={str(device)!r} has no streams and timed events in PyTorch. {instead}")
     count = module.device_count()  # of CUDA by NVML: it does not open the driver
     if (chosen.index or 0) >= count:
-        raise ValueError(f"device={str(device)!r} does not exist (PyTorch sees {count}); device='cpu' would work")
+        raise ValueError(f"device={str(device)!r} does not exist (PyTorch sees {count}). Try device='cpu'.")
     return module
 
 

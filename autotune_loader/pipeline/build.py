@@ -19,7 +19,7 @@ OF_WORKERS = (*WITHOUT_WORKERS, "timeout")
 """Arguments that torch refuses, or that say nothing, where there are no workers."""
 SETTINGS = ("num_workers", "pin_memory", *OF_WORKERS, "_iterator", "_IterableDataset_len_called")
 """Attributes of a DataLoader that follow from its configuration; its start method has another name."""
-OWN_BATCHES = "batch_size={size} was tuned, but a batch_sampler decides it; batch_size=None would work"
+OWN_BATCHES = "batch_size={size} was tuned, but a batch_sampler decides it. Try batch_size=None."
 RUNNING = (
     "{kind}.{name} runs with the settings that the loader was made with; {kind}(..., **result.best.to_kwargs()) would "
     "work"

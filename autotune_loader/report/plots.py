@@ -199,8 +199,8 @@ def _traced_trial(result: TuningRecord, number: int | None) -> tuple[LoaderConfi
     traced = {number: trial for number, trial in measured.items() if trial[1].traces}
     if not traced:
         raise ValueError(
-            "plot_timeline() needs the single batches of a trial, which loader.json does not have; the result that tune() "
-            "returned, in the process that tuned, would work"
+            "plot_timeline() needs the single batches of a trial, which loader.json does not have. Try the result that "
+            "tune() returned, in the process that tuned."
         )
     if number is not None and number not in traced:
         known = ", ".join(map(str, sorted(traced)))

@@ -59,7 +59,7 @@ class ComparisonRecord:
         for side in self.sides:
             if side.name == name:
                 return side
-        raise KeyError(f"{name!r} is not a side; {', '.join(repr(side.name) for side in self.sides)} would work")
+        raise KeyError(f"{name!r} is not a side. Try one of {', '.join(repr(side.name) for side in self.sides)}.")
 
     @property
     def rates(self) -> dict[str, Interval]:

@@ -23,7 +23,7 @@ CONFIG_VARIABLE = "AUTOTUNE_LOADER_CONFIG"
 """The environment variable that names the file, for jobs that take no argument."""
 FILE_NAME = "loader.json"
 """In the job's working directory."""
-HOW_TO_WRITE = "write one with tune(..., output='loader.json') or result.save('loader.json')"
+HOW_TO_WRITE = "Write one with tune(..., output='loader.json') or result.save('loader.json')."
 
 
 def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMismatch = "fit") -> LoaderConfig:
@@ -53,7 +53,7 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
         return config
     text = f"{os.fspath(path)} was tuned on another machine: {'; '.join(matters)}"
     if on_mismatch == "strict":
-        raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='fit'")
+        raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='fit'.")
     fitted = fit(config, tuned_on, here)
     warnings.warn(text if fitted == config else f"{text}; changed to {fitted}", stacklevel=2)
     return fitted
@@ -66,8 +66,8 @@ def _find_file() -> Path:
     if path.is_file():
         return path
     if named:
-        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} is not a file; unset it or write a file there")
-    raise ConfigFileError(f"there is no {path.absolute()}, and {CONFIG_VARIABLE} is not set; {HOW_TO_WRITE}")
+        raise ConfigFileError(f"{CONFIG_VARIABLE}={named!r} is not a file. Unset it, or write a file there.")
+    raise ConfigFileError(f"there is no {path.absolute()}, and {CONFIG_VARIABLE} is not set. {HOW_TO_WRITE}")
 
 
 def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Difference]]:
@@ -86,7 +86,7 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
     try:
         data = Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        raise ConfigFileError(f"{name} cannot be read ({getattr(error, 'strerror', error)}); {HOW_TO_WRITE}") from error
+        raise ConfigFileError(f"{name} cannot be read ({getattr(error, 'strerror', error)}). {HOW_TO_WRITE}") from error
     try:
         raw = json.loads(data, parse_constant=_refuse)
         version = raw.get("schema_version") if isinstance(raw, dict) else None
@@ -94,13 +94,13 @@ def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _K
             raise ValueError(f"schema_version={version!r}, and this release writes {SCHEMA_VERSION}")
         if version > SCHEMA_VERSION:
             raise ConfigFileError(
-                f"{name} has schema_version={version}, newer than {SCHEMA_VERSION}, which this release reads; a newer release "
-                "of autotune_loader would read it"
+                f"{name} has schema_version={version}, newer than {SCHEMA_VERSION}, which this release reads. Try a newer "
+                "release of autotune_loader."
             )
         return parse(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        why = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigFileError(f"{name} is not a valid loader.json: {why}; {HOW_TO_WRITE}") from error
+        why = f"missing key {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigFileError(f"{name} is not a valid loader.json: {why.rstrip('.')}. {HOW_TO_WRITE}") from error
 
 
 def _refuse(constant: str) -> Any:

@@ -191,7 +191,7 @@ class TuningRecord:
 
         Raises:
             ValueError: A batch size was tuned, and this loader has a batch_sampler, which decides it; or its class
-                keeps something that runs, such as a thread. The message names what would work.
+                keeps something that runs, such as a thread. The message names what to try.
         """
         from autotune_loader.pipeline.build import rebuild
 
@@ -234,8 +234,8 @@ class TuningRecord:
             return {**parts, **own}
         name, kind = next(((name, type(value).__name__) for name, value in own.items()), ("sampler", "sampler"))
         raise ValueError(
-            f"{name} was not given, and the tuned loader had its own {kind}; shuffle=True or {name}=... for this dataset "
-            "would work"
+            f"{name} was not given, and the tuned loader had its own {kind}. Try shuffle=True, or {name}=... for this "
+            "dataset."
         )
 
     def _on_device(self, loader: Any, device: Any) -> Any:
@@ -318,7 +318,7 @@ class TuningRecord:
         from autotune_loader.search.belief import predict
 
         if self.machine is None:
-            raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")
+            raise ValueError("predict() needs at least one successful trial. Try a result of tune() with one.")
         usable = self.machine.usable_cores
         return predict(
             self.trials, configs, cores=cores, usable_cores=usable, step_s=self.step_s, step_cores=self.step_cores

@@ -374,7 +374,7 @@ def predict(
         raise ValueError(f"cores={cores!r} must be greater than 0, such as cores=2")
     known = [t for t in trials if t.measurement is not None and t.config.batch_size is None]
     if not known:
-        raise ValueError("predict() needs at least one successful trial; a result of tune() with one would work")
+        raise ValueError("predict() needs at least one successful trial. Try a result of tune() with one.")
     asked = [plain(config) for config in configs]
     context = Context(usable_cores=usable_cores, step_cores=step_cores, step_s=step_s)
     seen = [replace(each, config=plain(each.config)) for each in known]

@@ -52,7 +52,7 @@ MOST_TRIED = 16
 """Configurations after which none is proposed that never ran."""
 LOST_S = 60.0  # a trial of another process that runs this long is taken for lost: not every storage knows heartbeats
 LOCK = threading.RLock()  # of all samplers, for studies with `n_jobs`: one of a sampler's own could not be pickled
-WORKS = "optuna.create_study(direction='maximize', sampler=TwinSampler()) would work"
+WORKS = "Try optuna.create_study(direction='maximize', sampler=TwinSampler())."
 
 
 class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
@@ -282,7 +282,7 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         value = None
         if param_name in SEARCHED:
             if not _maximises(study):
-                raise ValueError(f"TwinSampler maximises samples/s, and this study minimises; {WORKS}")
+                raise ValueError(f"TwinSampler maximises samples/s, and this study minimises. {WORKS}")
             self._turn_to(study)
             config = self._proposed.get(trial.number) or self.belief(study).choice or LoaderConfig()
             value = getattr(config, param_name)
@@ -339,7 +339,7 @@ def _maximises(study: optuna.Study) -> bool:
 
 def _refuse_several(study: optuna.Study) -> None:
     if len(study.directions) > 1:
-        raise ValueError(f"TwinSampler maximises one value, and this study has {len(study.directions)}; {WORKS}")
+        raise ValueError(f"TwinSampler maximises one value, and this study has {len(study.directions)}. {WORKS}")
 
 
 def _contradicts(new: Round, before: Sequence[Round]) -> bool:

@@ -190,13 +190,13 @@ class Space:
     def veto(self, config: LoaderConfig) -> Failure | None:
         """Why a configuration must not be tried on this machine; None when it may."""
         if config.num_workers < self.min_workers:
-            return _refusal(f"the dataset cannot be read without workers; num_workers={self.min_workers} would work")
+            return _refusal(f"the dataset cannot be read without workers. Try num_workers={self.min_workers}.")
         if config in self.also:
             return None
         if config.num_workers > self.max_workers:
             return _refusal(
                 f"more than {self.max_workers} workers are ruled out (max_workers, too few shards, repeated samples or data "
-                f"on an accelerator); num_workers={self.max_workers} would work"
+                f"on an accelerator). Try num_workers={self.max_workers}."
             )
         if not config.num_workers and (config.batch_size or 0) <= (self.batch.samples or math.inf):
             return None

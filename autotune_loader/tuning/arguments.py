@@ -48,9 +48,9 @@ _Result = TypeVar("_Result")
 
 
 def refuse(applies: bool, wrong: str, works: str, kind: type[Exception] = TypeError) -> None:
-    """Complain, where that applies: what is wrong, and what would work."""
+    """Raise, where that applies: what is wrong, and what to try."""
     if applies:
-        raise kind(f"{wrong}; {works} would work")
+        raise kind(f"{wrong}. Try {works}.")
 
 
 def answers_unknown_arguments(tune: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -88,7 +88,7 @@ def make_workload(  # noqa: PLR0913 - what tune() is given
     """The workload that these arguments of `tune()` make, and in its notes how they were read.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; the message names it, its value and one that would work.
+        TypeError, ValueError: an argument is wrong; the message names it, its value and one to try.
         RuntimeError: this is no call of the user's: a spawned process imports the script.
     """
     is_spawned = getattr(current_process(), "_inheriting", False)
@@ -134,7 +134,7 @@ def make_workloads(sides: object, model: Any, **shared: Any) -> dict[str, Worklo
     """
     works, tuples = 'sides={"now": loader, "then": other_loader}', "(loader, train_step) or (loader, model, train_step)"
     if not isinstance(sides, Mapping):
-        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name; {works} would work")
+        raise TypeError(f"sides={sides!r:.60} is not a dict of loaders by name. Try {works}.")
     refuse(len(sides) < 2, f"sides={dict(sides)!r:.60} has fewer than two sides", works, ValueError)
     found = dict[str, Workload]()
     for name, side in sides.items():
@@ -179,7 +179,7 @@ def _training(model: Any, train_step: Any, loss_fn: Any, optimizer: Any, device:
     refuse(train_step is not None and not _takes_two(train_step), called, a_step)
     steps = optimizer is None or callable(optimizer) or all(hasattr(optimizer, name) for name in ("step", "zero_grad"))
     no_optimizer = f"optimizer={optimizer!r:.60} has no step() and zero_grad(), and does not create an optimizer"
-    refuse(not steps, no_optimizer, "optimizer=torch.optim.AdamW, or one over the model's parameters,")
+    refuse(not steps, no_optimizer, "optimizer=torch.optim.AdamW, or one over the model's parameters")
     if isinstance(loss_fn, type):
         try:
             loss_fn = loss_fn()
@@ -242,7 +242,7 @@ def _device_name(device: str | torch.device, model: Any) -> str:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r} is not a torch device; device='auto' would work") from error
+        raise ValueError(f"device={device!r} is not a torch device. Try device='auto'.") from error
     refuse(chosen.type == "meta", "device='meta' computes nothing", "device='auto'", ValueError)
     module = accelerator(chosen)
     if module is None or chosen.index is not None:
@@ -298,7 +298,7 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
     """A DataLoader or dataset as it is, or the DataLoader that a wrapper holds, with a note on what is left out.
 
     Raises:
-        TypeError: it is neither, and holds no DataLoader or several; the message names a call that would work.
+        TypeError: it is neither, and holds no DataLoader or several; the message suggests a call.
     """
     for ability, answer in ANSWERS.items():
         if hasattr(type(given), ability) or ability in getattr(given, "__dict__", {}):
@@ -322,17 +322,17 @@ def _unwrapped(given: Any) -> tuple[Any, list[str]]:
     if is_stream or (not found and (is_group or isinstance(given, Iterator))):
         return given, []
     held = f"data={name} holds {len(found)} DataLoaders ({', '.join(found)})"
-    refuse(bool(found), held, "one at a time, tune(loader, model),")
+    refuse(bool(found), held, "tune(loader, model) with one at a time")
     raise _neither(given)
 
 
 def _neither(given: Any, answer: str | None = None) -> TypeError:
-    """The error for what is no dataset and no loader, with the call, or the kind of argument, that would work."""
+    """The error for what is no dataset and no loader, with the call, or the kind of argument, to try."""
     if answer is None:
-        answer = "the dataset that it reads, in a DataLoader," if hasattr(given, "__iter__") else "a list of samples"
+        answer = "the dataset that it reads, in a DataLoader" if hasattr(given, "__iter__") else "a list of samples"
     return TypeError(
         f"data={given!r:.60} is neither a DataLoader, nor an IterableDataset, nor a map-style dataset with "
-        f"__getitem__ and __len__; {answer} would work"
+        f"__getitem__ and __len__. Try {answer}."
     )
 
 

@@ -79,7 +79,7 @@ def compare(
         The comparison. Sides with different batch sizes are compared by samples/s, with a warning.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; the message names a value that would work.
+        TypeError, ValueError: An argument is wrong; the message suggests a value.
     """
     options = TuneOptions(budget=budget, progress=progress)
     shared = {"train_step": train_step, "loss_fn": loss_fn, "optimizer": optimizer, "device": device}
@@ -214,7 +214,7 @@ def _unit_of(entrants: Mapping[str, _Entrant]) -> RateUnit:
     if len(sides) > 1:
         raise ValueError(
             f"sides[{sides[True]!r}] does not tell the number of samples per batch, and other sides do, so their rates "
-            "cannot be compared; tensors whose first dimension is the batch would work"
+            "cannot be compared. Try tensors whose first dimension is the batch."
         )
     return "batches/s" if True in sides else "samples/s"
 

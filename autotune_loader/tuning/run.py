@@ -34,7 +34,7 @@ class TuneOptions:
     """How to search: the arguments of `tune()` with these names, parsed.
 
     Raises:
-        TypeError, ValueError: one is wrong; the message names its value and one that would work.
+        TypeError, ValueError: one is wrong; the message names its value and one to try.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ def _seconds_of(budget: object) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(budget))
     if match is None or match[2].lower() not in _UNITS_S:
         units = ", ".join(filter(None, _UNITS_S))
-        raise ValueError(f"{given} cannot be read (units: {units}); {works} would work")
+        raise ValueError(f"{given} cannot be read (units: {units}). Try {works}.")
     seconds = float(match[1]) * _UNITS_S[match[2].lower()]
     is_long = SHORTEST_BUDGET_S <= seconds < float("inf")
     refuse(not is_long, f"{given} is not at least {SHORTEST_BUDGET_S:.0f} s", works, ValueError)
@@ -123,7 +123,7 @@ def make_run(workload: Workload, opened: OpenProbe, machine: Machine, options: T
         samples, size = data.samples_per_epoch(), data.batch_size
         why_not = f"an epoch of {samples} samples has room for no other batch size than {size}"
         if size is None:
-            why_not = "the DataLoader has no batch_size; one with a batch_size would work"
+            why_not = "the DataLoader has no batch_size. Try one with a batch_size."
         notes.append(f"batch_size is not tuned: {why_not}")
     return Run(
         workload=workload,

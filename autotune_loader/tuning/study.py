@@ -127,12 +127,12 @@ class Search:
         self.study, self._is_theirs = open_study() if study is None else study, study is not None
         if (job := self.study.user_attrs.get(JOB, run.identity)) != run.identity:
             wrong = f"study={self.study.study_name!r} has trials of another job ({job})"
-            raise ValueError(f"{wrong}; a separate study for each job would work")
+            raise ValueError(f"{wrong}. Try a separate study for each job.")
         own = max(run.warmup.batch_bytes, 1)
         theirs = self.study.user_attrs.get(BATCH_BYTES, own)
         if not theirs / BATCHES_DIFFER <= own <= theirs * BATCHES_DIFFER:
             wrong = f"study={self.study.study_name!r} has trials with batches of {theirs:,} bytes, and this job's have {own:,}"
-            raise ValueError(f"{wrong}; a separate study for each job would work")
+            raise ValueError(f"{wrong}. Try a separate study for each job.")
         self.twin = TwinSampler(run.space, run.context, tolerance=run.tolerance, baseline=run.baseline, first=())
         self.twin.since = len(self.study.get_trials(deepcopy=False))
         self.bursts = Bursts(probe, run.context, budget, lambda: self.trials, run.warmup.first_batch_s)

@@ -98,7 +98,7 @@ def tune(  # noqa: PLR0913 - all that a user may say
         setting worked; `best` is then PyTorch's default.
 
     Raises:
-        TypeError, ValueError: An argument is wrong; the message names a value that would work.
+        TypeError, ValueError: An argument is wrong; the message suggests a value.
         WorkloadError: Dataset, model or step raised an exception; it has the user's traceback.
     """
     called = time.monotonic()

@@ -39,7 +39,7 @@ class LoaderConfig:
 
     Raises:
         TypeError: A field has the wrong type.
-        ValueError: A value is out of range or does not fit the others; the message names a value that would work.
+        ValueError: A value is out of range or does not fit the others; the message suggests a value.
     """
 
     num_workers: int = 0
@@ -75,8 +75,8 @@ class LoaderConfig:
         for name, without_workers in WITHOUT_WORKERS.items() if self.num_workers == 0 else ():
             if (value := getattr(self, name)) != without_workers:
                 raise ValueError(
-                    f"{name}={value!r} needs worker processes, but num_workers=0; "
-                    f"use {name}={without_workers!r} or num_workers=1"
+                    f"{name}={value!r} needs worker processes, but num_workers=0. "
+                    f"Try {name}={without_workers!r} or num_workers=1."
                 )
 
     @classmethod
@@ -150,7 +150,7 @@ class LoaderConfig:
         known = {field.name for field in fields(cls)}
         for name, most in _MOST_IN_A_FILE.items():
             if isinstance(values.get(name), int) and values[name] > most:
-                raise ValueError(f"{name}={values[name]} is larger than the maximum of {most}; {name}=2 would work")
+                raise ValueError(f"{name}={values[name]} is larger than the maximum of {most}. Try {name}=2.")
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def words(self) -> list[str]:
@@ -171,13 +171,13 @@ class LoaderConfig:
         return ", ".join([workers, *ahead, *self.words()])
 
 
-# Checks of one argument: the error names the argument, its value and one that would work.
+# Checks of one argument: the error names the argument, its value and one to try.
 
 
 def require_int(name: str, value: object, *, minimum: int, or_none: bool = False) -> None:
     if value is None and or_none:
         return
-    said = f"{name}={value!r} must be an integer >= {minimum}; {name}={max(minimum, 1)} would work"
+    said = f"{name}={value!r} must be an integer >= {minimum}. Try {name}={max(minimum, 1)}."
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(said)
     if value < minimum:
@@ -186,14 +186,14 @@ def require_int(name: str, value: object, *, minimum: int, or_none: bool = False
 
 def require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} is not a bool; {name}=False would work")
+        raise TypeError(f"{name}={value!r} is not a bool. Try {name}=False.")
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """One of the choices; the error suggests the nearest."""
     if value not in choices:
         known, works = ", ".join(map(repr, choices)), nearest(str(value), choices) or choices[0]
-        raise ValueError(f"{name}={value!r} is not one of {known}; {name}={works!r} would work")
+        raise ValueError(f"{name}={value!r} is not one of {known}. Try {name}={works!r}.")
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -68,7 +68,7 @@ def what_works(name: str, example: str) -> str:
     for find_folder in (str, tempfile.gettempdir):
         with contextlib.suppress(OSError):
             _touch(place := os.path.join(find_folder(), example))  # noqa: PTH118 - no "./" before the name
-            return f"; {name}={place!r} would work"
+            return f". Try {name}={place!r}."
     return ""
 
 

@@ -171,7 +171,7 @@ def enable(
         ValueError: `verb` is unknown; or another verb is enabled and not closed.
     """
     if verb not in ("watch", "run"):
-        raise ValueError(f"verb={verb!r} is not 'watch' or 'run'; verb='watch' would work")
+        raise ValueError(f"verb={verb!r} is not 'watch' or 'run'. Try verb='watch'.")
     if active:
         hook = active[-1]
         if hook.plan.script is None and hook.plan.verb != verb:

@@ -21,7 +21,7 @@ from studies.libraries.table import LIBRARIES
 # Lightning and transformers take five seconds to import, which the budget includes.
 BUDGET_S = 10.0
 # An advice is one of these words and what follows.
-ADVICE = ("would work", "pass ", "tune(", "make it on first use")
+ADVICE = ("Try ", "pass ", "tune(", "make it on first use")
 # Mean samples of a batch may differ by so much from what the attempt knows: the last batch of an epoch may be short.
 SAME_SIZE = 0.15
 WIDTH, CLASSES, BATCH, ROWS, PICTURES, SIDE, SHARDS = 16, 4, 16, 512, 128, 32, 8

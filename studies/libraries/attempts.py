@@ -69,8 +69,8 @@ def rows_by_library() -> dict[str, list[str]]:
 
 
 def summary(kept: dict[str, list[str]]) -> str:
-    """A row for each library, with two calls at most that are tuned as they are, and that are answered with what would work."""
-    lines = ["| library | tuned | refused, with what would work |", "|---|---|---|"]
+    """A row for each library, with two calls at most that are tuned as they are, and that are answered with what to try."""
+    lines = ["| library | tuned | refused, with what to try |", "|---|---|---|"]
     for rows in kept.values():
         cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows]
         tuned, refused = ([cell[1] for cell in cells if cell[2] == outcome][:2] for outcome in ("tuned", "refused"))
@@ -99,7 +99,7 @@ def recipe(library: str) -> Row:
 
 def rows(*, only: str = "", recipes: bool = False) -> Table:
     if unknown := {*(asked := only.replace(",", " ").split())} - {*ENVIRONMENTS}:
-        raise SystemExit(f"{', '.join(unknown)}: one of {', '.join(ENVIRONMENTS)} would work")
+        raise SystemExit(f"{', '.join(unknown)}: try {', '.join(ENVIRONMENTS)}")
     if recipes:
         yield from map(recipe, RECIPES)
         return

@@ -24,7 +24,7 @@ def choice_in_child(who: str, workload: str, seed: int) -> tuple[LoaderConfig, f
         BenchError: it failed, or did not answer in time.
     """
     if who == "loadtune" and importlib.util.find_spec("loadtune") is None:
-        raise BenchError("it is not installed; pip install --no-deps loadtune==0.3.0 would work")
+        raise BenchError("it is not installed. Try pip install --no-deps loadtune==0.3.0.")
     choose = {OURS: ours, WITH_TPE: with_tpe, "loadtune": loadtune}[who]
     try:
         record = answer(choose, timeout_s=DEADLINE_S, name=workload, seed=seed)

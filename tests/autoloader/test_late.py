@@ -211,7 +211,9 @@ def test_a_job_outlives_its_lost_copy(tmp_path: Path) -> None:
     iterator = iter(loader)
     for _ in range(8):
         next(iterator)
-    first = next(each for each in iterator._index_queues if any(map(iterator._is_awaited, each.jobs)))
+    first = next(
+        each for each in iterator._index_queues if any(map(iterator._is_awaited, each.jobs))
+    )
     last = next(each for each in iterator._index_queues if each is not first)
     job = next(each for each in first.jobs if iterator._is_awaited(each))
     last.jobs.append(job)

@@ -48,7 +48,7 @@ def test_arguments_win_over_loaders_configurations_over_arguments() -> None:
         ({"num_workers": -1}, "num_workers option should be non-negative"),
         ({"num_worker": 2}, "unexpected keyword argument 'num_worker'"),
         ({"tune": "yes"}, "tune='yes' is not a bool"),
-        ({"fetch_threads": 4, "num_workers": 0}, "fetch_threads=4 .* num_workers=2 would work"),
+        ({"fetch_threads": 4, "num_workers": 0}, "fetch_threads=4 .* Try num_workers=2"),
         ({"fetch_threads": 0}, "fetch_threads=0"),
         ({"max_workers": 0}, "max_workers=0"),
         ({"dataset": Stream(9), "fetch_threads": 4}, "fetch_threads=4 needs a map-style dataset"),

@@ -63,7 +63,7 @@ def test_a_cells_next_step_is_a_cell(shell, capsys, monkeypatch, head, after, st
 def test_an_unknown_option_is_answered_with_another(shell, options):
     ran = shell.run_cell(f"%%watch {options}\nlist(kept)")
     assert isinstance(ran.error_in_exec, ValueError)
-    assert "%%watch run --allow-workers would work" in str(ran.error_in_exec)
+    assert "Try %%watch run --allow-workers." in str(ran.error_in_exec)
 
 
 def test_a_cell_that_fails_is_reported(shell, capsys):

@@ -196,7 +196,7 @@ def test_the_loss_of_trials_is_the_trainers(trainer_of, trial_of, kind, smoothin
             "Trainer",
             "liger_kernel=True, .*=2",
         ),
-        ({}, "Stepping", "own training_step; a train_step= that does it would work"),
+        ({}, "Stepping", "own training_step. Try a train_step= that does it."),
     ],
 )
 def test_what_trials_leave_out_is_said_once(trial_of, fields, kind, says):
@@ -240,7 +240,7 @@ def test_a_trainer_without_workers_prefetches_nothing(trainer_of, monkeypatch):
 
 
 def test_neither_trainer_nor_prepared_loader_is_refused(parts):
-    with pytest.raises(TypeError, match=r"trainer=int .* tune\(loader, model\) would work"):
+    with pytest.raises(TypeError, match=r"trainer=int .* Try tune\(loader, model\)"):
         tune_trainer(42)
     with pytest.raises(TypeError, match=r"prepared=DataLoader .*\(loader\) returns with"):
         accelerates.tune_live(DataLoader(FEW))
@@ -253,7 +253,7 @@ def test_a_prepared_loader_with_a_state_is_refused():
     how = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=how)
     prepared = accelerator.prepare(DataLoader(FEW, batch_size=BATCH, collate_fn=collate))
-    says = r"StatefulDataLoader, .* tune_before_prepare\(accelerator, loader\) would work"
+    says = r"StatefulDataLoader, .* Try tune_before_prepare\(accelerator, loader\)"
     with pytest.raises(TypeError, match=says):
         accelerates.tune_live(prepared)
     # THEN it stays what it is

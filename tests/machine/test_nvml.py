@@ -141,7 +141,7 @@ def test_a_windows_use_is_told_within_5_points(machine, device, at, seconds, tel
 
 
 MIG, NOT_FOUND = "it tells none of MIG instances", "NVML Shared Library Not Found"
-NOT_INSTALLED = "No module named 'pynvml'; pip install nvidia-ml-py would work"
+NOT_INSTALLED = "No module named 'pynvml'. Try pip install nvidia-ml-py."
 
 
 @pytest.mark.parametrize(("device", "error", "why"), [

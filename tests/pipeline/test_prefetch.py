@@ -101,9 +101,9 @@ def test_on_the_cpu_none_is_read_ahead():
 
 def test_what_cannot_work_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="depth=0 must be an integer >= 1; depth=1 would work"):
+    with pytest.raises(ValueError, match=r"depth=0 must be an integer >= 1. Try depth=1."):
         DevicePrefetcher([], "cpu", depth=0)
-    says = r"device='cuda' does not exist \(PyTorch sees 0\); device='cpu' would work"
+    says = r"device='cuda' does not exist \(PyTorch sees 0\). Try device='cpu'."
     with pytest.raises(ValueError, match=says):
         DevicePrefetcher([], "cuda")
 

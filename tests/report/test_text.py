@@ -238,7 +238,9 @@ def test_a_comparison_is_a_table_with_sentences():
     alone = Comparison(sides=SIDES[1:], rounds=(Round(rates={"cached": 1200.0}),)).report()
     assert Answer.ALONE(name="cached") in alone
     assert str(COMPARED).endswith("in 4 A/B rounds with both. comparison.report() shows the table.")
-    with pytest.raises(KeyError, match="'warm' is not a side; 'now', 'cached', 'broken' would"):
+    with pytest.raises(
+        KeyError, match=r"'warm' is not a side. Try one of 'now', 'cached', 'broken'"
+    ):
         COMPARED["warm"]
     frame = COMPARED.to_dataframe().set_index("side")
     assert list(frame.index) == ["now", "cached", "broken"]

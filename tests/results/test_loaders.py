@@ -138,7 +138,7 @@ def test_an_own_sampler_belongs_to_its_dataset(order, size, batches):
     # WHEN one is made over another dataset, or after loading THEN it is asked for, and used
     with pytest.raises(ValueError, match=rf"{name} was not given, .*{name}=... for this dataset"):
         result.make_loader(other)
-    with pytest.raises(ValueError, match="shuffle=True or sampler"):
+    with pytest.raises(ValueError, match="Try shuffle=True, or sampler"):
         TuningResult.from_dict(result.to_dict()).make_loader(DATA)
     assert [batch[0].tolist() for batch in result.make_loader(other, **order)] == batches
 

@@ -176,7 +176,7 @@ def test_an_objective_with_bounds_of_its_own_ends(low, high, step):
 
 def test_a_study_that_minimises_is_refused():
     study = optuna.create_study(sampler=TwinSampler())
-    says = r"minimises; optuna.create_study\(direction='maximize', .* would work"
+    says = r"minimises. Try optuna.create_study\(direction='maximize', .*."
     with pytest.raises(ValueError, match=says):
         study.optimize(lambda trial: trial.suggest_int("num_workers", 0, 4), n_trials=1)
 

@@ -91,7 +91,7 @@ def test_the_users_own_is_proposed_as_it_is(own):
     assert space.veto(own) is None
     assert own in space.candidates()
     # BUT no more workers than the cap, or deeper queues, are allowed to others
-    assert "num_workers=8 would work" in vetoed(space, with_workers(9, 1))
+    assert "Try num_workers=8." in vetoed(space, with_workers(9, 1))
     assert not Space().holds(with_workers(2, 9))
 
 
@@ -127,7 +127,7 @@ def test_vetoes_are_exact(limit, need, words):
 
 
 def test_data_may_need_a_worker():
-    assert "num_workers=1 would work" in vetoed(Space(min_workers=1), NONE)
+    assert "Try num_workers=1." in vetoed(Space(min_workers=1), NONE)
 
 
 def test_a_larger_batch_needs_memory_of_its_samples():

@@ -77,7 +77,7 @@ def test_a_prediction_holds_the_true_rate(machine, workers):
 @pytest.mark.parametrize(
     ("trials", "cores", "words"),
     [
-        ([], None, r"needs at least one successful trial; .* would work"),
+        ([], None, r"needs at least one successful trial. Try "),
         (simulated_trials(SimulatedMachine(), with_workers(1)), 0.0, "cores=2"),
     ],
 )

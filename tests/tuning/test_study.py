@@ -130,7 +130,7 @@ def test_trials_of_another_job_or_machine_are_refused(case, monkeypatch):
         for _ in range(2):  # batches whose size nobody knows
             search_on(machine, known={"batch_bytes": 0}, study=study, budget_s=1.0)
         return
-    with pytest.raises(ValueError, match=f"{words}.*; a separate study for each job would work"):
+    with pytest.raises(ValueError, match=f"{words}.*. Try a separate study for each job."):
         search_on(machine, known=known, study=study)
 
 
@@ -139,7 +139,7 @@ def test_trials_of_another_job_or_machine_are_refused(case, monkeypatch):
     ["nodb://me:fish@host/db", "postgresql+nodriver://me:rd@fish@host/db", "/dev/null/x.journal"],
 )  # fmt: skip
 def test_a_storage_is_refused_without_its_password(storage):
-    says = r"cannot be opened \(\w+\); storage='study.journal' would work"
+    says = r"cannot be opened \(\w+\). Try storage='study.journal'."
     with pytest.raises(ValueError, match=says) as caught:
         open_study(storage)
     assert "fish" not in str(caught.value)

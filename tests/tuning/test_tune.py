@@ -146,7 +146,7 @@ def test_an_unwritable_output_is_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "a-file").touch()
     for place in (tmp_path, tmp_path / "a-file" / "loader.json"):
         for name, works in (("output", "loader.json"), ("trace", "trace.json")):
-            told = rf"^{name}=.* cannot be written .*; {name}='{works}' would work"
+            told = rf"^{name}=.* cannot be written .*. Try {name}='{works}'."
             with pytest.raises(ValueError, match=told):
                 tune(ROWS, batch_size=8, **{name: place})
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
@@ -154,7 +154,7 @@ def test_an_unwritable_output_is_refused_at_once(tmp_path, monkeypatch):
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(ValueError, match=r"output='/.+/loader.json' would work"):
+    with pytest.raises(ValueError, match=r"Try output='/.+/loader.json'"):
         tune(ROWS, batch_size=8, output="loader.json")
 
 
@@ -411,10 +411,10 @@ LOADER = loader()
     ("sides", "error", "message"),
     [
         (LOADER, TypeError, "is not a dict of loaders by name"),
-        ({"a": LOADER}, ValueError, "^sides=.* has fewer than two sides; .* would work"),
+        ({"a": LOADER}, ValueError, "^sides=.* has fewer than two sides. Try "),
         ({"a": LOADER, 2: LOADER}, TypeError, "sides has the name 2, which is not a string"),
         ({"a": LOADER, "b": "path"}, TypeError, r"sides\['b'\]: data='path' is a path"),
-        ({"a": LOADER, "b": (LOADER,)}, TypeError, r"is a tuple of 1; \(loader, train_step\) or "),
+        ({"a": LOADER, "b": (LOADER,)}, TypeError, r"is a tuple of 1. Try \(loader, "),
         ({"a": LOADER, "b": (LOADER, "no")}, TypeError, r"\['b'\]: train_step='no' is not"),
     ],
 )  # fmt: skip

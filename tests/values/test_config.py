@@ -81,7 +81,9 @@ def test_a_wrong_value_names_one_that_works(values, kind, works):
     with pytest.raises(kind, match=re.escape(f"{name}={value!r}")) as caught:
         LoaderConfig(**values)
     # AND the values that it proposes do work
-    proposals = re.findall(r"(\w+)=([^\s;,]+)", re.split(r"; (?:use )?", str(caught.value))[-1])
+    proposals = re.findall(
+        r"(\w+)=([^\s,]+)", str(caught.value).rpartition(". Try ")[2].rstrip(".")
+    )
     assert " ".join(map("=".join, proposals)) == works
     for proposed_name, proposed in proposals:
         LoaderConfig(**{**values, proposed_name: eval(proposed)})

@@ -87,7 +87,7 @@ def _compile(source: Path, library: Path) -> None:
 
 def _run(arguments: list[str | Path]) -> None:
     if (command := compiler()) is None:
-        raise RuntimeError("the stand-ins need a C++ compiler: c++ or g++ on PATH would work")
+        raise RuntimeError("the stand-ins need a C++ compiler. Try to put c++ or g++ on PATH.")
     done = subprocess.run([command, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command} has failed:\n{done.stderr[-4000:]}")
