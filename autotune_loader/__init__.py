@@ -21,8 +21,9 @@ from autotune_loader.version import __version__
 if TYPE_CHECKING:
     from autotune_loader.autoloader.loader import AutoLoader
     from autotune_loader.pipeline.batches import DevicePrefetcher
-    from autotune_loader.report.result import Comparison, TuningResult
+    from autotune_loader.results.comparison import Comparison
     from autotune_loader.results.file import load_config
+    from autotune_loader.results.result import TuningResult
     from autotune_loader.search.sampler import TwinSampler
     from autotune_loader.tuning.compare import compare
     from autotune_loader.tuning.tune import tune
@@ -59,7 +60,7 @@ __all__ = [
 
 _HOMES = {
     "AutoLoader": "autoloader.loader",
-    "Comparison": "report.result",
+    "Comparison": "results.comparison",
     "ConfigFileError": "values.errors",
     "DevicePrefetcher": "pipeline.batches",
     "LoaderConfig": "values.config",
@@ -67,7 +68,7 @@ _HOMES = {
     "MissingExtraError": "values.errors",
     "PlatformError": "values.errors",
     "TunerError": "values.errors",
-    "TuningResult": "report.result",
+    "TuningResult": "results.result",
     "TwinSampler": "search.sampler",
     "WorkloadError": "values.errors",
     "compare": "tuning.compare",
