@@ -10,35 +10,32 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 from autotune_loader import TunerError, __version__
-from autotune_loader.cli import commands, doctor, tune_command  # noqa: F401 - each adds its commands
-from autotune_loader.cli.parser import PROGRAM, Command
+from autotune_loader.cli import commands, doctor, tune_command
+from autotune_loader.cli.parser import PROGRAM, Parser, UsageError
 from autotune_loader.values import nearest
 from autotune_loader.watch.run_plan import LEGIBLY
 
 FINE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 """2 is argparse's own for a wrong command line, 130 a shell's for SIGINT (128 + 2)."""
-HELP = """\
-usage: autotune-loader COMMAND ...
-
+ABOUT = """\
 Find the PyTorch DataLoader settings that keep a training loop fed, and measure
-the speedup. Each command has its own --help:
-
-  autotune-loader watch train.py --epochs 3      how long it waits for data
-  autotune-loader run --allow-workers train.py   tune during training
-  autotune-loader tune train.py:make_loader      tune before training
-  autotune-loader show loader.json               print a result
-  autotune-loader doctor                         limits, GPUs and versions
-  autotune-loader demo                           tune a small training job
-  autotune-loader --version
+the speedup. Each command has its own --help, with examples."""
+CODES = """\
+Examples:
+  autotune-loader watch train.py --epochs 3
+  autotune-loader run --allow-workers train.py
+  autotune-loader tune train.py:make_loader
 
 Exit codes:
     0  fine
     2  bad input
     3  no setting worked; loader.json has PyTorch's defaults
     4  the training loop waits longer than --fail-if-wait allows
+    5  check: loader.json was tuned on another machine
   130  interrupted; the best so far is written
 Under watch and run, the exit code is that of the script."""
 
@@ -54,6 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return returned
     returned()
     return FINE
+
+
+def make_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of the command line, and that of each command."""
+    parser = Parser(prog=PROGRAM, description=ABOUT, epilog=CODES)
+    parser.add_argument("--version", action="version", version=f"{PROGRAM}, version {__version__}")
+    added = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands.add_script_commands(added)
+    tune_command.add(added)
+    commands.add_file_commands(added)
+    doctor.add(added)
+    return parser, added.choices
 
 
 def _returned(arguments: list[str]) -> int | Callable[[], None]:
@@ -75,23 +84,29 @@ def _returned(arguments: list[str]) -> int | Callable[[], None]:
             with contextlib.suppress(OSError, ValueError):  # or Python would complain when it flushes at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FINE
-        except (TunerError, ValueError, TypeError) as error:
+        except (TunerError, UsageError) as error:
             print(f"Error: {error}", file=sys.stderr)
             return BAD_INPUT
 
 
 def _meant(arguments: Sequence[str]) -> Callable[[], Any]:
-    first, *rest = arguments or ["--help"]
-    if first in Command.all:
-        return Command.all[first].parsed(rest)
-    if first in ("-h", "--help"):
-        return partial(print, HELP)
-    if first == "--version":
-        return partial(print, f"{PROGRAM}, version {__version__}")
-    named = next((each for each in rest if each in Command.all), None)
-    if first.startswith("-") and named is not None:
-        moved = shlex.join([PROGRAM, named, first, *(each for each in rest if each != named)])
-        raise ValueError(f"{first} goes after the command: {moved}")
-    meant = ("watch", first) if first.endswith(".py") else (nearest(first, Command.all),)
-    works = shlex.join([PROGRAM, *meant, *rest]) if meant[0] else f"{PROGRAM} --help"
-    raise ValueError(f"there is no command {first!r}. Try {works}.")
+    parser, known = make_parser()
+    first = next(iter(arguments), "--help")
+    if first not in (*known, *parser.options):
+        raise UsageError(_unknown(first, arguments, known))
+    try:
+        options = vars(parser.parse_args(arguments or ["--help"]))
+    except SystemExit:  # the help or the version is printed
+        return lambda: None
+    return partial(options.pop("run"), **options)
+
+
+def _unknown(first: str, arguments: Sequence[str], known: dict[str, Parser]) -> str:
+    if first.startswith("-"):
+        return f"unknown option {first}. Options go after the command. See {PROGRAM} --help."
+    hint = f"See {PROGRAM} --help."
+    if (near := nearest(first, known)) is not None:
+        hint = f"Did you mean {near!r}?"
+    elif first.endswith(".py") and Path(first).is_file():
+        hint = f"Try {shlex.join([PROGRAM, 'watch', *arguments])}."
+    return f"unknown command {first!r}. {hint}"

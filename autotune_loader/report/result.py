@@ -85,7 +85,7 @@ class TuningResult(TuningRecord):
         page = _PAGE.format(
             report=escape(text.report_of(self, _PAGE_WIDTH)),
             pictures="".join(_pictures(self)),
-            arguments=escape(json.dumps(self.best.arguments(), indent=2)),
+            arguments=escape(json.dumps(self.best.to_kwargs(), indent=2)),
         )
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(page, encoding="utf-8")

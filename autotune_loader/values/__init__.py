@@ -11,7 +11,6 @@ errors.py         every exception of the package
 
 from autotune_loader.values.config import (
     ALLOWABLE,
-    FOR_AUTOLOADER,
     TORCH_PREFETCH_FACTOR,
     WITHOUT_WORKERS,
     LoaderConfig,
@@ -76,7 +75,7 @@ from autotune_loader.values.trace import (
 )
 
 __all__ = [
-    "ALLOWABLE", "BURSTS_DIFFER", "FOR_AUTOLOADER", "MAIN_PROCESS", "OTHER_THREADS", "PINNING_THREAD",
+    "ALLOWABLE", "BURSTS_DIFFER", "MAIN_PROCESS", "OTHER_THREADS", "PINNING_THREAD",
     "TORCH_PREFETCH_FACTOR", "TRANSFER", "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace", "BurstPlan",
     "ConfigFileError", "Effects", "Failure", "FailureKind", "FailurePhase", "Interval", "LoaderConfig",
     "LoaderTrace", "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Sampled",

@@ -212,9 +212,8 @@ def test_findings_so_far_are_told_and_saved(tmp_path: Path) -> None:
     assert "Keep" not in loader.report()
     assert loader.kept is not None
     assert loader.kept.kind == "not_settled"
-    # AND its file is for AutoLoader, which says so
+    # AND its file is for AutoLoader, as those who read it for another loader are told
     loader.save(tmp_path / "loader.json")
-    config = load_config(tmp_path / "loader.json")
     with pytest.warns(UserWarning, match="found by AutoLoader"):
-        config.to_kwargs()
+        config = load_config(tmp_path / "loader.json")
     assert AutoLoader(Numbers(4), config=tmp_path / "loader.json").config == config

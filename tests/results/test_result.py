@@ -284,17 +284,17 @@ TWO = {"num_workers": 2}
     ("here", "on_mismatch", "told", "changes"),
     [
         (MORE, "strict", None, {}),
-        (FEWER, "fit", "usable cores: 8 then, 2 here.*; changed to 2 workers", TWO),
+        (FEWER, "fit", "usable cores: 8 when tuned, 2 here.*; changed to 2 workers", TWO),
         (FEWER, "ignore", None, {}),
-        (FEWER, "strict", "8 then, 2 here.*on_mismatch='fit'", None),
-        (replace(EIGHT, gpu="T4"), "fit", "GPU: A100 then, T4 here; the step takes", {}),
+        (FEWER, "strict", "8 when tuned, 2 here.*on_mismatch='fit'", None),
+        (replace(EIGHT, gpu="T4"), "fit", "GPU: A100 when tuned, T4 here; the step takes", {}),
         (replace(EIGHT, gpu="none"), "fit", "none here.*; changed to 8 workers", WITHOUT_GPU),
-        (replace(FEWER, gpu=None), "fit", "8 then, 2 here.*; changed to 2 workers", TWO),
+        (replace(FEWER, gpu=None), "fit", "8 when tuned, 2 here.*; changed to 2 workers", TWO),
     ],
 )
 def test_another_machine_is_told(path, monkeypatch, here, on_mismatch, told, changes):
     finished_run(best=ALL, machine=EIGHT).save(path)
-    machine = SimpleNamespace(fingerprint=lambda dataset: replace(here, dataset=dataset))
+    machine = SimpleNamespace(fingerprint=lambda dataset, gpu: replace(here, dataset=dataset))
     monkeypatch.setattr("autotune_loader.results.file.inspect_machine", lambda: machine)
     if changes is None:
         with pytest.raises(MachineMismatchError, match=told):
