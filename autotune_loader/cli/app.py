@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import warnings
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from functools import partial
 from io import TextIOWrapper
@@ -14,28 +15,31 @@ from pathlib import Path
 from typing import Any
 
 from autotune_loader import TunerError, __version__
-from autotune_loader.cli import commands, doctor, tune_command
+from autotune_loader.cli import commands, tune_command
 from autotune_loader.cli.parser import PROGRAM, Parser, UsageError
 from autotune_loader.values import nearest
 from autotune_loader.watch.run_plan import LEGIBLY
 
 FINE, BAD_INPUT, INTERRUPTED = 0, 2, 130
 """2 is argparse's own for a wrong command line, 130 a shell's for SIGINT (128 + 2)."""
-ABOUT = """\
+HELP = """\
 Find the PyTorch DataLoader settings that keep a training loop fed, and measure
-the speedup. Each command has its own --help, with examples."""
-CODES = """\
-Examples:
-  autotune-loader watch train.py --epochs 3
-  autotune-loader run --allow-workers train.py
-  autotune-loader tune train.py:make_loader
+the speedup. Each command has its own --help:
 
+  autotune-loader watch train.py --epochs 3      how long it waits for data
+  autotune-loader run --allow-workers train.py   tune during training
+  autotune-loader tune train.py:make_loader      tune before training
+  autotune-loader check loader.json              does it fit this machine?
+  autotune-loader show loader.json               print a result
+  autotune-loader doctor                         limits, GPUs and versions
+  autotune-loader demo                           tune a small training job"""
+CODES = """\
 Exit codes:
     0  fine
     2  bad input
     3  no setting worked; loader.json has PyTorch's defaults
     4  the training loop waits longer than --fail-if-wait allows
-    5  check: loader.json was tuned on another machine
+    5  check: the file was tuned on another machine
   130  interrupted; the best so far is written
 Under watch and run, the exit code is that of the script."""
 
@@ -47,25 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; `sys.argv[1:]` if None.
     """
     returned = _returned(list(sys.argv[1:] if arguments is None else arguments))
-    if isinstance(returned, int):
-        return returned
-    returned()
-    return FINE
+    return returned if isinstance(returned, int) else returned() or FINE
 
 
 def make_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser of the command line, and that of each command."""
-    parser = Parser(prog=PROGRAM, description=ABOUT, epilog=CODES)
+    hint = f"Options go after the command. See {PROGRAM} --help."
+    parser = Parser(prog=PROGRAM, usage=f"{PROGRAM} COMMAND ...", description=HELP, epilog=CODES, hint=hint)
     parser.add_argument("--version", action="version", version=f"{PROGRAM}, version {__version__}")
-    added = parser.add_subparsers(title="commands", metavar="COMMAND")
-    commands.add_script_commands(added)
+    added = parser.add_subparsers(prog=PROGRAM, help=SUPPRESS)
+    commands.add(added)
     tune_command.add(added)
-    commands.add_file_commands(added)
-    doctor.add(added)
     return parser, added.choices
 
 
-def _returned(arguments: list[str]) -> int | Callable[[], None]:
+def _returned(arguments: list[str]) -> int | Callable[[], Any]:
     """Do what is asked for; its exit code, or what runs a script, later, where nothing of ours is in its way."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and arguments[:1] not in (["watch"], ["run"]):  # they are the script's
@@ -74,7 +74,7 @@ def _returned(arguments: list[str]) -> int | Callable[[], None]:
         # Where in our code it was raised tells a user of the command line nothing.
         warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
         try:
-            returned: int | Callable[[], None] | None = _meant(arguments)()
+            returned: int | Callable[[], Any] | None = _meant(arguments)()
             print(end="", flush=True)
             return returned or FINE
         except KeyboardInterrupt:
@@ -91,22 +91,15 @@ def _returned(arguments: list[str]) -> int | Callable[[], None]:
 
 def _meant(arguments: Sequence[str]) -> Callable[[], Any]:
     parser, known = make_parser()
-    first = next(iter(arguments), "--help")
-    if first not in (*known, *parser.options):
-        raise UsageError(_unknown(first, arguments, known))
+    first, *rest = arguments or ["--help"]
+    if first.startswith("-"):
+        rest = []  # of which command?
+    elif first not in known:
+        near, is_script = nearest(first, known), first.endswith(".py") and Path(first).is_file()
+        hint = f"Try {shlex.join([PROGRAM, 'watch', *arguments])}." if is_script else f"See {PROGRAM} --help."
+        raise UsageError(f"unknown command {first!r}. {f'Did you mean {near!r}?' if near else hint}")
     try:
-        options = vars(parser.parse_args(arguments or ["--help"]))
+        options = vars(parser.parse_args([first, *rest]))
     except SystemExit:  # the help or the version is printed
         return lambda: None
     return partial(options.pop("run"), **options)
-
-
-def _unknown(first: str, arguments: Sequence[str], known: dict[str, Parser]) -> str:
-    if first.startswith("-"):
-        return f"unknown option {first}. Options go after the command. See {PROGRAM} --help."
-    hint = f"See {PROGRAM} --help."
-    if (near := nearest(first, known)) is not None:
-        hint = f"Did you mean {near!r}?"
-    elif first.endswith(".py") and Path(first).is_file():
-        hint = f"Try {shlex.join([PROGRAM, 'watch', *arguments])}."
-    return f"unknown command {first!r}. {hint}"

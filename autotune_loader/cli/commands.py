@@ -1,4 +1,4 @@
-"""`autotune-loader watch`, `run`, `check`, `show` and `demo`: what they are given, and who does it."""
+"""All commands but `tune`: what they are given, and who does it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.cli.parser import BUDGET, UsageError, add_command, count, usage_errors
+from autotune_loader.cli.doctor import doctor_command
+from autotune_loader.cli.parser import UsageError, add_command, count, usage_errors
 from autotune_loader.values import require_writable
 from autotune_loader.watch.run_plan import Plan, Verb
 
 ANOTHER_MACHINE = 5
 """Exit code of `check` where the file does not fit."""
-_Launch = Callable[[], None]
+_OUTPUT = "Write loader.json to FILE at the end; run also updates it while it tunes."
+_JSON = "Write the report as JSON to FILE."
+_WAITING = "Exit with 4 if training waits for data more than this share of the time, such as 10%%."
+_TRACE = "Write a trace of all batches for ui.perfetto.dev to FILE."
+_ALLOW_WORKERS = "Let loaders with num_workers=0 use workers, once two of their batches equal the script's own."
+_CHECKED = "The file.  [default: that of AUTOTUNE_LOADER_CONFIG, else loader.json]"
 
 
-def add_script_commands(commands: Any) -> None:
-    """Add `watch` and `run`."""
+def add(commands: Any) -> None:
+    """Add them to the subparsers."""
     hint = "Options of the script go after its name."
     watch = add_command(commands, "watch", watch_command, hint=hint)
     run = add_command(commands, "run", run_command, hint=hint)
@@ -29,36 +35,22 @@ def add_script_commands(commands: Any) -> None:
         add("-o", "--output", metavar="FILE", type=partial(_written, "--output", "loader.json"), help=_OUTPUT)
         add("--json", dest="report", metavar="FILE", type=partial(_written, "--json", "report.json"), help=_JSON)
         add("--fail-if-wait", dest="most_waiting", type=_share, metavar="SHARE", help=_WAITING)
-    trace = "Write a trace of all batches for ui.perfetto.dev to FILE."
-    watch.add_argument("--trace", metavar="FILE", type=partial(_written, "--trace", "trace.json"), help=trace)
-    start, most = "Start with the settings of this loader.json.", "At most this many workers per loader."
-    run.add_argument("--allow-workers", action="store_true", help=_ALLOW_WORKERS)
-    run.add_argument("--start-with", metavar="FILE", help=start)
-    run.add_argument("--max-workers", metavar="N", type=partial(count, least=1), help=most)
-
-
-def add_file_commands(commands: Any) -> None:
-    """Add `check`, `show` and `demo`."""
-    check = add_command(commands, "check", check_command)
-    check.add_argument("path", metavar="LOADER.JSON", nargs="?", help=_CHECKED)
-    check.add_argument("--strict", action="store_true", help="Any difference counts, also another version of torch.")
-    show = add_command(commands, "show", show_command)
-    default = "The file.  [default: loader.json]"
-    show.add_argument("path", metavar="LOADER.JSON", nargs="?", default="loader.json", help=default)
-    show.add_argument("--code", dest="as_code", action="store_true", help="Print Python code for your training script.")
-    show.add_argument("--html", dest="page", metavar="FILE", help="Write an HTML page with pictures to FILE.")
-    demo, latency = add_command(commands, "demo", demo_command), "Milliseconds per request.  [default: 20]"
-    demo.add_argument("--latency", metavar="MS", type=partial(count, least=0), default=20, help=latency)
-    demo.add_argument("--budget", metavar="TIME", default="45s", help=BUDGET.format("45s"))
-
-
-_OUTPUT = "Write loader.json to FILE at the end; run also updates it while it tunes."
-_JSON = "Write the report as JSON to FILE."
-_WAITING = "Exit with 4 if training waits for data more than this share of the time, such as 10%%."
-_ALLOW_WORKERS = (
-    "Let loaders with num_workers=0 use workers. They take over after two of their batches equal the script's own."
-)
-_CHECKED = "The file.  [default: that of AUTOTUNE_LOADER_CONFIG, else loader.json]"
+    watch.add_argument("--trace", metavar="FILE", type=partial(_written, "--trace", "trace.json"), help=_TRACE)
+    add = run.add_argument
+    add("--allow-workers", action="store_true", help=_ALLOW_WORKERS)
+    add("--start-with", metavar="FILE", help="Start with the settings of this loader.json.")
+    add("--max-workers", metavar="N", type=partial(count, least=1), help="At most this many workers per loader.")
+    add = add_command(commands, "check", check_command).add_argument
+    add("path", metavar="LOADER.JSON", nargs="?", help=_CHECKED)
+    add("--strict", action="store_true", help="Any difference counts, also another version of torch.")
+    add = add_command(commands, "show", show_command).add_argument
+    add("path", metavar="LOADER.JSON", nargs="?", default="loader.json", help="The file.  [default: loader.json]")
+    add("--code", dest="as_code", action="store_true", help="Print Python code for your training script.")
+    add("--html", dest="page", metavar="FILE", help="Write an HTML page with pictures to FILE.")
+    add_command(commands, "doctor", doctor_command)
+    add, least = add_command(commands, "demo", demo_command).add_argument, partial(count, least=0)
+    add("--latency", metavar="MS", type=least, default=20, help="Milliseconds per request.  [default: 20]")
+    add("--budget", metavar="TIME", default="45s", help="Most wall time for trials, such as 60s.  [default: 45s]")
 
 
 def _share(text: str) -> float:
@@ -81,7 +73,7 @@ def _written(option: str, example: str, path: str) -> str:
     return str(Path(path).absolute())
 
 
-def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:
+def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> Callable[[], None]:
     """Run a script unchanged and report how long it waits for data.
 
     Batches, random numbers and weights are bit for bit those of python SCRIPT.
@@ -98,7 +90,7 @@ def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _La
     return _launch("watch", script, is_module=is_module, **options)
 
 
-def run_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:
+def run_command(script: Sequence[str], is_module: bool, **options: Any) -> Callable[[], None]:
     """Run a script unchanged: each DataLoader finds its number of workers.
 
     It gives the samples that DataLoader gives with the same arguments: the same
@@ -117,7 +109,7 @@ def run_command(script: Sequence[str], is_module: bool, **options: Any) -> _Laun
     return _launch("run", script, is_module=is_module, **options)
 
 
-def _launch(verb: Verb, script: Sequence[str], *, is_module: bool, **options: Any) -> _Launch:
+def _launch(verb: Verb, script: Sequence[str], *, is_module: bool, **options: Any) -> Callable[[], None]:
     """What runs the script, once the command line has been read, so that nothing of ours is in its way."""
     from autotune_loader.watch.launch import launch
 
@@ -181,10 +173,10 @@ def show_command(path: str, as_code: bool, page: str | None) -> None:
 def _code_of(result: Any, path: str) -> str:
     """Python that sets what was tuned; it needs nothing but torch, except for what AutoLoader has found."""
     best, order = result.best, "shuffle=True" if result.shuffle else "..."
-    size = {} if best.batch_size is None else {"batch_size": best.batch_size}
     if result.found_by == "autoloader":
-        lines = [f"# {best}, found by AutoLoader for its own workers", "from autotune_loader import AutoLoader", ""]
-        return "\n".join([*lines, f"# loader = AutoLoader(dataset, {order}, config={path!r})"])
+        head = f"# {best}, found by AutoLoader for its own workers\nfrom autotune_loader import AutoLoader\n\n"
+        return f"{head}# loader = AutoLoader(dataset, {order}, config={path!r})"
+    size = {} if best.batch_size is None else {"batch_size": best.batch_size}
     arguments = [f"    {name}={value!r}," for name, value in {**size, **best.to_kwargs()}.items()]
     lines = [f"# {best}", "loader_arguments = dict(", *arguments, ")"]
     lines.append(f"# loader = DataLoader(dataset, {order}, **loader_arguments)")

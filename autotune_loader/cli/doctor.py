@@ -8,8 +8,6 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from autotune_loader.cli.parser import add_command
-
 FEW_CORES = 4
 """Fewer hardly keep a step and a few workers busy: too few where the host has many more."""
 LITTLE_MEMORY = 2 << 30
@@ -25,11 +23,6 @@ _CORE_FIXES = {  # by a word of the limit's source
     "": "start the container with docker run --cpus=8, or raise resources.limits.cpu in Kubernetes",
 }
 _SHM_FIX = "docker run --shm-size=2g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
-
-
-def add(commands: Any) -> None:
-    """Add `doctor`."""
-    add_command(commands, "doctor", doctor_command)
 
 
 def doctor_command() -> None:

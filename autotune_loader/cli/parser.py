@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -12,8 +13,6 @@ from typing import Any, NoReturn
 from autotune_loader.values import nearest
 
 PROGRAM = "autotune-loader"
-BUDGET = "Most wall time for trials, such as 60s or 3m.  [default: {}]"
-"""The help of `--budget`."""
 
 
 class UsageError(Exception):
@@ -22,20 +21,22 @@ class UsageError(Exception):
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Where arguments of the command line are checked, a ValueError or TypeError is a UsageError."""
+    """Where arguments of the command line are checked, a ValueError or TypeError of ours is a UsageError."""
     try:
         yield
     except (ValueError, TypeError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if not frame.f_globals["__name__"].startswith(
+            "autotune_loader."
+        ):  # a library's, which checks no argument of ours
+            raise
         raise UsageError(str(error)) from error
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises what argparse would print, and names the nearest option.
+    """A parser that raises what argparse would print, names the nearest option, or else gives a hint.
 
-    Args:
-        hint: where an argument that it does not know belongs.
-        rest: the name under which it returns what follows "--"; empty where nothing may.
-        **options: of ArgumentParser.
+    With `rest`, what follows "--" is no option, but returned under that name.
     """
 
     def __init__(self, *, hint: str = "", rest: str = "", **options: Any) -> None:
@@ -51,11 +52,7 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse, but nothing may be left.
-
-        Raises:
-            UsageError: it has no such arguments; the message suggests some.
-        """
+        """As argparse, but what is left is an error."""
         given = list(args or ())
         end = given.index("--") if self._rest and "--" in given else len(given)
         known, unknown = super().parse_known_args(given[:end], namespace)
@@ -75,8 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 def add_command(commands: Any, name: str, run: Callable[..., Any], **options: Any) -> Parser:
     """Add a command, whose help is the docstring of the function that runs it; that gets an argument for each option."""
-    text = inspect.getdoc(run) or ""
-    command: Parser = commands.add_parser(name, help=text.partition("\n")[0], description=text, **options)
+    command: Parser = commands.add_parser(name, description=inspect.getdoc(run), **options)
     command.set_defaults(run=run)
     return command
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import autotune_loader
 from autotune_loader import WorkloadError
-from autotune_loader.cli.parser import BUDGET, UsageError, add_command, count, usage_errors
+from autotune_loader.cli.parser import UsageError, add_command, count, usage_errors
 from autotune_loader.values import ALLOWABLE, nearest
 
 _CODES = {"fallback": 3, "partial": 130}
@@ -26,13 +26,12 @@ _ALLOW = f"Search this, too, although it changes training: {', '.join(ALLOWABLE)
 
 def add(commands: Any) -> None:
     """Add `tune`."""
-    tune = add_command(commands, "tune", tune_command, hint=_REST, rest="arguments")
-    add, most = tune.add_argument, partial(count, least=0)
+    add = add_command(commands, "tune", tune_command, hint=_REST, rest="arguments").add_argument
     add("factory", metavar="MODULE:FUNCTION", help="package.module:function or path/to/file.py:function")
     add("-o", "--output", metavar="FILE", help="Write loader.json to FILE.  [default: loader.json]")
     add("--trace", metavar="FILE", help="Write a trace of all trials for ui.perfetto.dev to FILE.")
-    add("--budget", metavar="TIME", help=BUDGET.format("60s"))
-    add("--max-workers", metavar="N", type=most, help="At most this many workers.")
+    add("--budget", metavar="TIME", help="Most wall time for trials, such as 3m.  [default: 60s]")
+    add("--max-workers", metavar="N", type=partial(count, least=0), help="At most this many workers.")
     add("--allow", metavar="WHAT", action="append", choices=ALLOWABLE, help=_ALLOW)
     add("--storage", metavar="PLACE", help="Store the Optuna study here: a file, or the URL of a database.")
     add("--quiet", action="store_true", help="Print no progress.")
@@ -81,16 +80,7 @@ def _process_of_its_own(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _workload(target: str) -> tuple[Any, dict[str, Any]]:
-    """What `target` makes: the data that `tune()` takes first, and its other arguments.
-
-    Args:
-        target: `package.module:name` or `path/to/file.py:name`; the current folder is importable. The name is that of a
-            function without required arguments, or of the object itself.
-
-    Raises:
-        UsageError: there is no such module, file or name, or it gives nothing that can be tuned.
-        WorkloadError: the user's own code raised.
-    """
+    """What a function makes, or what an object is: the data that `tune()` takes first, and its other arguments."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise UsageError(f"{target!r} does not name a function. Add its name, as in path/to/file.py:function.")
@@ -98,7 +88,7 @@ def _workload(target: str) -> tuple[Any, dict[str, Any]]:
     if not hasattr(module, name):
         own = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         near = nearest(name, own)
-        hint = f"It has {', '.join(own) or 'no function'}." if near is None else f"Did you mean {place}:{near}?"
+        hint = f"Did you mean {place}:{near}?" if near else f"It has {', '.join(own) or 'no function'}."
         raise UsageError(f"{place} has no {name!r}. {hint}")
     made = getattr(module, name)
     if callable(made):
@@ -106,7 +96,9 @@ def _workload(target: str) -> tuple[Any, dict[str, Any]]:
             made = made()
         except (Exception, SystemExit) as error:
             raise _users_error(f"{target} failed", error) from error
-    return _as_tune_arguments(made, target)
+    if isinstance(made, dict) and "data" in made:
+        return made["data"], {name: value for name, value in made.items() if name != "data"}
+    return (made[0], {"model": made[1]}) if isinstance(made, tuple) and len(made) == 2 else (made, {})
 
 
 def _module(place: str) -> Any:
@@ -140,23 +132,8 @@ def _no_such(kind: str, name: str) -> UsageError:
 
 def _users_error(message: str, error: BaseException) -> WorkloadError:
     """The user's own traceback: without our frames and those of the import system above theirs."""
-    if isinstance(error, SystemExit):
-        message += f". {_REST}"
+    message += f". {_REST}" if isinstance(error, SystemExit) else ""
     frame, ours = error.__traceback__, (__file__, importlib.__file__, "<frozen importlib")
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(ours):
         frame = frame.tb_next
     return WorkloadError(message, "".join(traceback.format_exception(type(error), error, frame)))
-
-
-def _as_tune_arguments(made: Any, target: str) -> tuple[Any, dict[str, Any]]:
-    """A dataset, a DataLoader, a (dataset, model) tuple or a dict of `tune()`'s arguments."""
-    if isinstance(made, dict) and "data" in made:
-        return made["data"], {name: value for name, value in made.items() if name != "data"}
-    if isinstance(made, tuple) and len(made) == 2:
-        return made[0], {"model": made[1]}
-    if isinstance(made, (dict, tuple, str)) or not (hasattr(made, "__getitem__") or hasattr(made, "__iter__")):
-        raise UsageError(
-            f"{target} returns {'None' if made is None else f'a {type(made).__name__}'}. Return a dataset, "
-            "a DataLoader, a tuple (dataset, model), or a dict such as {'data': dataset, 'batch_size': 64}."
-        )
-    return made, {}
