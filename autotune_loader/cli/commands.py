@@ -1,4 +1,4 @@
-"""All commands but `tune`: what they are given, and who does it."""
+"""`autotune-loader watch`, `run`, `check`, `show` and `demo`: what they are given, and who does it."""
 
 from __future__ import annotations
 
@@ -135,15 +135,21 @@ def check_command(path: str | None, strict: bool) -> int:
       autotune-loader check
       autotune-loader check --strict loader.json || exit    in a job's prologue
     """
-    from autotune_loader.results.file import differences_here, find_file, read_json, settings_of
+    from autotune_loader import TuningResult
 
-    path = str(find_file()) if path is None else path
-    _, tuned_on, _ = read_json(path, settings_of)
-    found = differences_here(tuned_on)
-    print(*found, sep="\n", end="\n" if found else "")
-    is_other = any(each.matters or strict for each in found)
-    print(f"{path} {'was tuned on another machine. Tune again here.' if is_other else 'fits this machine.'}")
+    text, is_other = _compared(TuningResult.load(path), strict=strict)
+    print(text)
     return ANOTHER_MACHINE if is_other else 0
+
+
+def _compared(result: Any, *, strict: bool = False) -> tuple[str, bool]:
+    """How this machine differs from the one that was tuned, a line each, and whether that counts."""
+    if result.machine is None:
+        return "The file does not name the machine that was tuned.", False
+    found = result.differences()
+    is_other = any(strict or each.startswith("!") for each in found)
+    other, fits = "The settings were tuned on another machine. Tune again here.", "The settings fit this machine."
+    return "\n".join([*found, other if is_other else fits]), is_other
 
 
 def show_command(path: str, as_code: bool, page: str | None) -> None:
@@ -160,9 +166,7 @@ def show_command(path: str, as_code: bool, page: str | None) -> None:
     if as_code:
         print(_code_of(result, path))
     elif page is None:
-        print(result.report())
-        if result.machine is not None:
-            print("\n".join(["", *(result.differences() or ["This machine matches the one that was tuned."])]))
+        print(result.report(), _compared(result)[0], sep="\n\n")
     else:
         with usage_errors():
             require_writable("--html", page, "report.html")

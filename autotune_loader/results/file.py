@@ -61,7 +61,7 @@ def fitted_settings(
     """What `load_config()` returns, and what found it, such as "tune"; a warning names the caller's caller."""
     require_choice("on_mismatch", on_mismatch, ("fit", "strict", "ignore"))
     path = find_file() if path is None else path
-    config, tuned_on, found_by = read_json(path, settings_of)
+    config, tuned_on, found_by = read_json(path, _settings_of)
     if on_mismatch == "ignore" or tuned_on is None:
         return config, found_by
     here = _this_machine(tuned_on)
@@ -128,7 +128,7 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a number in JSON")  # it would be saved as null, which means something else
 
 
-def settings_of(raw: Mapping[str, Any]) -> tuple[LoaderConfig, Fingerprint | None, str]:
+def _settings_of(raw: Mapping[str, Any]) -> tuple[LoaderConfig, Fingerprint | None, str]:
     """Settings, the machine that was tuned if it is named, and what found them: of the plain values of a `loader.json`."""
     machine = None if raw.get("machine") is None else from_plain(raw["machine"], Fingerprint)
     return config_of(raw), machine, str(raw.get("found_by"))

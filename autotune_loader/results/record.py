@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
+from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, find_file, read_json
 from autotune_loader.values import (
     Interval,
     LoaderConfig,
@@ -248,13 +248,16 @@ class TuningRecord:
         write_json(self.to_dict(), path, private=has_traceback)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
         """Read the result that `save()` wrote.
+
+        Args:
+            path: The file; by default that of `load_config()`.
 
         Raises:
             ConfigFileError: The file is missing, corrupt, or of a newer version.
         """
-        return read_json(path, cls.from_dict)
+        return read_json(find_file() if path is None else path, cls.from_dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The plain JSON values of `loader.json`. Below the first level, default values are left out."""

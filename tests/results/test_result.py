@@ -326,6 +326,15 @@ def test_a_job_names_its_file_or_has_it(tmp_path, monkeypatch):
         load_config()
 
 
+def test_a_file_of_autoloader_warns_once(path):
+    finished_run(found_by="autoloader", machine=None).save(path)
+    with pytest.warns(UserWarning, match=r"Try AutoLoader\(dataset, ...") as caught:
+        config = load_config(path)
+    assert [each.filename for each in caught] == [__file__]
+    # AND nothing else does
+    assert TuningResult.load(path).best.to_kwargs() == config.to_kwargs()
+
+
 ROOT = Path(__file__).parents[2]
 IMPORTED_AS = {"pillow": "PIL", "nvidia-ml-py": "pynvml"}  # others by their own name
 
