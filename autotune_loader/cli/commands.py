@@ -148,8 +148,8 @@ def _compared(result: Any, *, strict: bool = False) -> tuple[str, bool]:
         return "The file does not name the machine that was tuned.", False
     found = result.differences()
     is_other = any(strict or each.startswith("!") for each in found)
-    other, fits = "The settings were tuned on another machine. Tune again here.", "The settings fit this machine."
-    return "\n".join([*found, other if is_other else fits]), is_other
+    told = "were tuned on another machine. Tune again here." if is_other else "fit this machine."
+    return "\n".join([*found, f"The settings {told}"]), is_other
 
 
 def show_command(path: str, as_code: bool, page: str | None) -> None:

@@ -21,16 +21,14 @@ class UsageError(Exception):
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Where arguments of the command line are checked, a ValueError or TypeError of ours is a UsageError."""
+    """A ValueError or TypeError that our code raises of an argument is a UsageError; one of a library stays itself."""
     try:
         yield
     except (ValueError, TypeError) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if not frame.f_globals["__name__"].startswith(
-            "autotune_loader."
-        ):  # a library's, which checks no argument of ours
-            raise
-        raise UsageError(str(error)) from error
+        if frame.f_globals.get("__name__", "").startswith("autotune_loader."):
+            raise UsageError(str(error)) from error
+        raise
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,8 +39,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, hint: str = "", rest: str = "", **options: Any) -> None:
         self.options = list[str]()
-        drawn = partial(argparse.RawDescriptionHelpFormatter, width=80)
-        super().__init__(allow_abbrev=False, formatter_class=drawn, **options)
+        as_written = partial(argparse.RawDescriptionHelpFormatter, width=80)
+        super().__init__(allow_abbrev=False, formatter_class=as_written, **options)
         self._hint, self._rest = hint or f"See {self.prog} --help for all options.", rest
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
@@ -61,8 +59,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             near = nearest(name, self.options, cutoff=0.75)
-            kind = "option" if name.startswith("-") else "argument"
-            raise UsageError(f"unknown {kind} {name}. {self._hint if near is None else f'Did you mean {near}?'}")
+            raise UsageError(f"unknown option {name}. {self._hint if near is None else f'Did you mean {near}?'}")
         return known, []
 
     def error(self, message: str) -> NoReturn:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from autotune_loader import AutoLoader, LoaderConfig, load_config
+from autotune_loader import AutoLoader, LoaderConfig, TuningResult, load_config
 from autotune_loader.autoloader.meter import measured
 from tests.support.schedules import Fetched, Noise, Numbers, Stream, states
 
@@ -139,7 +139,7 @@ def test_findings_outlive_the_loader_and_are_saved(tmp_path: Path) -> None:
         pass
     found, data = loader.found, loader.dataset
     loader.save(tmp_path / "loader.json")
-    assert load_config(tmp_path / "loader.json") == LoaderConfig()
+    assert TuningResult.load(tmp_path / "loader.json").best == LoaderConfig()
     assert str(loader) == str(loader.result)
     del loader
     gc.collect()

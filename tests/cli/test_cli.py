@@ -136,7 +136,7 @@ WRONG = {
     "tune train:make_numbers --data /x": "--data. Arguments of the script go after --.",
     "tune train:make_numbers --json": "unknown option --json. Arguments of the script go",
     "tune train:make_numbers --allow x": "invalid choice: 'x' (choose from",
-    "doctor now": "unknown argument now. See autotune-loader doctor --help for all options.",
+    "doctor now": "unknown option now. See autotune-loader doctor --help for all options.",
     "check --stric": "unknown option --stric. Did you mean --strict?",
     "demo --budget 0": "Error: budget='0' ",
     "tune trian:make_numbers": "there is no module 'trian' in {}. Did you mean train?",
