@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -145,6 +146,7 @@ WRONG = {
     "tune nowhere.py:make": "there is no file 'nowhere.py' in {}.\n",
     "tune difflib.py:make": "imported: another module has the name 'difflib'. Rename",
     "tune train.py": "'train.py' does not name a function. Add its name",
+    "tune train.py:NUMBERS --storage nowhere://x": "storage",
     "tune train:make_number": "no 'make_number'. Did you mean train:make_numbers?",
     "tune train:nothing_like_it": "Error: train has no 'nothing_like_it'. It has ",
     "tune train:make_with": "missing 1 required positional argument: 'folder'",
@@ -246,6 +248,19 @@ def test_tune_gets_data_and_options(line, expected, tune):
     ((data,), given) = tune.call_args
     assert given == {"output": "loader.json", "progress": True, **expected}
     assert data == [1, 2, 3] if line.startswith("jobs") else type(data).__name__ == "Numbers"
+
+
+def test_storage_opens_a_study_of_that_name(tune):
+    assert cli.main(["tune", "train:NUMBERS", "--storage", "new/study.journal"]) == 0
+    assert tune.call_args.kwargs["study"].study_name == "train:NUMBERS"
+    assert Path("new/study.journal").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line(tune, result, capsys):
+    tune.side_effect = lambda *_, **__: warnings.warn("careful", stacklevel=1) or result
+    assert cli.main(["tune", "train:NUMBERS"]) == 0
+    assert capsys.readouterr().err == "Warning: careful\n"
 
 
 @pytest.mark.parametrize(
