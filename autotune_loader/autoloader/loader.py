@@ -20,7 +20,7 @@ from autotune_loader.autoloader.worker import require_items
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import require_linux
 from autotune_loader.pipeline.build import batching_of
-from autotune_loader.results.file import load_config
+from autotune_loader.results.file import fitted_settings
 from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, require_int
 
 require_linux("AutoLoader")
@@ -123,9 +123,9 @@ class AutoLoader(LoaderOf[T_co]):
             arguments = {**_arguments_of(dataset, arguments), **arguments}
             dataset = dataset.dataset
         if config is not None:
-            config = config if isinstance(config, LoaderConfig) else load_config(config)
+            config = config if isinstance(config, LoaderConfig) else fitted_settings(config)[0]
             arguments = {name: value for name, value in arguments.items() if name not in CONFIGURED}
-            arguments |= {name: value for name, value in config.arguments().items() if name in CONFIGURED}
+            arguments |= {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
         self.tune, self.on_change, self.max_workers, self.fetch_threads = tune, on_change, max_workers, fetch_threads
         self._how = dict[str, Any]()
