@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult, load_config, tune
 from tests.integrations.job import FEW as dataset, QUICK
 
-KEYS = {"data_time", "data_wait_share", "samples_per_sec", "num_workers"}
+KEYS = {f"loader/{name}" for name in ("wait_s", "wait_share", "samples_per_s", "num_workers")}
 def pairs(count):
     return TensorDataset(torch.rand(count, 4), torch.randint(0, 2, (count,)))
 """
