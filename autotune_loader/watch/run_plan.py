@@ -84,7 +84,7 @@ class Plan:
         if verb not in ("watch", "run") or len(words) % 2 or not files.keys() <= FILES.keys():
             raise ValueError(f"{ASKED}={text!r} is not known. Try {ASKED}=watch or {ASKED}='run --allow-workers'.")
         paths: dict[str, Any] = {FILES[name]: str(Path(path).absolute()) for name, path in files.items()}
-        return cls(verb="run" if verb == "run" else "watch", script="", allow_workers=allow_workers, **paths)
+        return cls(verb=verb, script="", allow_workers=allow_workers, **paths)  # type: ignore[arg-type]  # one of them
 
     def hand_on(self) -> None:
         """From now on the processes that this one starts do the same."""
@@ -112,8 +112,9 @@ def say(text: str, *, flushes: bool = True) -> None:
 
 def _is_coloured(stream: Any) -> bool:
     """As https://no-color.org and https://force-color.org say."""
-    if os.environ.get("NO_COLOR") or os.environ.get("FORCE_COLOR"):
-        return not os.environ.get("NO_COLOR")
+    off, on = os.environ.get("NO_COLOR"), os.environ.get("FORCE_COLOR")
+    if off or on:
+        return not off
     return os.environ.get("TERM") != "dumb" and getattr(stream, "isatty", bool)()
 
 
