@@ -1,7 +1,9 @@
 import contextlib
+import csv
 import importlib
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,12 +100,12 @@ def test_a_callback_logs_the_loaders_metrics(fit, parts, tmp_path, made):
     how = {"callbacks": [LoaderMetrics(every_n_steps=12, prefix="data/")], "logger": logger}
     with enable("watch") if made is DataLoader else contextlib.nullcontext():
         fit(parts.Module(), loader, of_trainer=how)
-    rows = [row for row in logger.experiment.metrics if "data/wait_s" in row]
-    assert [row["step"] for row in rows] == [12, 24]
-    assert {name for row in rows for name in row if "/" in name} == {
-        f"data/{name}" for name in ("wait_s", "wait_share", "samples_per_s", "num_workers")
-    }
-    assert all(0 < row["data/wait_share"] <= 1 for row in rows)
+    written = Path(logger.experiment.metrics_file_path).read_text()
+    rows = [*csv.DictReader(written.splitlines())]
+    assert [row["step"] for row in rows] == ["12", "24"]
+    names = {"wait_s", "wait_share", "samples_per_s", "num_workers"}
+    assert {*rows[0]} == {"step", *(f"data/{name}" for name in names)}
+    assert all(0 < float(row["data/wait_share"]) <= 1 for row in rows)
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
