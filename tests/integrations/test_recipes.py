@@ -49,7 +49,7 @@ from lightning import pytorch
 from lightning.pytorch.loggers import CSVLogger
 from tests.integrations.lightning_parts import QUIET, Module
 
-Trainer = partial(pytorch.Trainer, logger=CSVLogger("."), **QUIET)
+Trainer = partial(pytorch.Trainer, logger=CSVLogger("."), max_epochs=1, **QUIET)
 # BLOCK
 trainer.fit(Module(), AutoLoader(dataset, batch_size=4))
 assert set(trainer.logger.experiment.metrics_keys) >= KEYS

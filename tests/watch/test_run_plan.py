@@ -87,7 +87,7 @@ def test_a_printed_call_is_what_it_says(allow_workers, monkeypatch):
     assert (bound.arguments["verb"], bound.arguments["allow_workers"]) == ("run", allow_workers)
 
 
-def test_in_a_notebook_the_next_step_is_a_cell(monkeypatch):
+def test_in_notebooks_the_next_step_is_a_cell(monkeypatch):
     monkeypatch.setattr(builtins, "get_ipython", None, raising=False)
     assert Plan(verb="watch").to_run(allow_workers=True) == "%%watch run --allow-workers"
 
