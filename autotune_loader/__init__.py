@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from autotune_loader.autoloader.live import Found
     from autotune_loader.autoloader.loader import AutoLoader
     from autotune_loader.pipeline.batches import DevicePrefetcher
-    from autotune_loader.report.result import Comparison, TuningResult
     from autotune_loader.report.script import ScriptReport
+    from autotune_loader.results.comparison import Comparison
     from autotune_loader.results.file import load_config
-    from autotune_loader.results.record import Finding
+    from autotune_loader.results.result import Finding, TuningResult
     from autotune_loader.search.belief import Prediction
     from autotune_loader.search.sampler import TwinSampler
     from autotune_loader.tuning.compare import compare
@@ -70,10 +70,10 @@ __all__ = [
 
 _HOMES = {
     "AutoLoader": "autoloader.loader",
-    "Comparison": "report.result",
+    "Comparison": "results.comparison",
     "ConfigFileError": "values.errors",
     "DevicePrefetcher": "pipeline.batches",
-    "Finding": "results.record",
+    "Finding": "results.result",
     "Found": "autoloader.live",
     "Hook": "watch.hook",
     "Interval": "values.statistics",
@@ -84,7 +84,7 @@ _HOMES = {
     "Prediction": "search.belief",
     "ScriptReport": "report.script",
     "TunerError": "values.errors",
-    "TuningResult": "report.result",
+    "TuningResult": "results.result",
     "TwinSampler": "search.sampler",
     "WorkloadError": "values.errors",
     "compare": "tuning.compare",

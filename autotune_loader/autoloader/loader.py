@@ -22,8 +22,8 @@ from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import require_linux
 from autotune_loader.pipeline.build import batching_of
 from autotune_loader.pipeline.loop_log import Log
-from autotune_loader.report.result import TuningResult
 from autotune_loader.results.file import load_config
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, require_int
 
 require_linux("AutoLoader")

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement
+from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, RateUnit
 
 T = TypeVar("T")
 
@@ -71,6 +71,11 @@ class WarmupReport:
     device_bytes: int | None = None
     """Memory of the accelerator that no other process has."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def rate_unit(self) -> RateUnit:
+        """Of all rates of its bursts."""
+        return "batches/s" if self.counts_batches else "samples/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

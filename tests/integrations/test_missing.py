@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 from autotune_loader.integrations.accelerate import tune_before_prepare, tune_live
 from autotune_loader.integrations.lightning import tuned
 from autotune_loader.integrations.transformers import tune_trainer
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import LoaderConfig, MissingExtraError
 
 CALLS = {
