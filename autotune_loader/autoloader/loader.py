@@ -134,7 +134,10 @@ class AutoLoader(LoaderOf[T_co]):
             arguments = {name: value for name, value in arguments.items() if name not in CONFIGURED}
             arguments |= {name: value for name, value in config.arguments().items() if name in CONFIGURED}
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
-        self.tune, self.on_change, self.max_workers, self.fetch_threads = tune, on_change, max_workers, fetch_threads
+        self.tune: bool = tune
+        self.on_change: Callable[[Found], None] | None = on_change
+        self.max_workers: int | None = max_workers
+        self.fetch_threads: int | None = fetch_threads
         self._how = dict[str, Any]()
         if _is_unasked(arguments.setdefault("num_workers", UNASKED)):
             arguments["num_workers"] = UNASKED

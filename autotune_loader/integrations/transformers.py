@@ -22,7 +22,6 @@ LEFT_OUT = ("use_liger_kernel", "deepspeed", "fsdp")
 """Arguments that make a step another one, and need the Trainer's own process."""
 OF_LAYERS = ("every_n_layers", "offload")
 """Among the options of checkpointing, those of the model; the others are torch's."""
-
 OF_DATA = {
     *("train_dataset", "eval_dataset", "data_collator", "train_dataloader", "eval_dataloader"),
     *("optimizer", "lr_scheduler", "gather_function"),

@@ -56,7 +56,8 @@ class Hook:
     """What `enable()` returns: it finds the loaders of this process until `close()`, or the end of a `with` block."""
 
     def __init__(self, plan: Plan, within: Hook | None = None) -> None:
-        self.plan, self._within = plan, within  # one that goes on when this one is closed
+        self.plan: Plan = plan
+        self._within = within  # one that goes on when this one is closed
         self._session: Session | None = None
         self._told: ScriptReport | None = None  # at the end
         self._others: list[Any] = []  # what other processes saw, as far as it was gathered
