@@ -1,5 +1,6 @@
 """Every sentence of `diagnosis.messages`: which case gives it, and that it can be said."""
 
+import inspect
 import re
 import string
 import time
@@ -25,7 +26,7 @@ from report.example import STAGES, ran
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import iterator, live
 from autotune_loader.autoloader.births import Births
-from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Kept, Undecided, diagnose
+from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Kept, Undecided, diagnose, judge
 from autotune_loader.diagnosis.messages import Fact, Table
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.tuning.assemble import assembled, choice_of
@@ -142,6 +143,36 @@ def test_every_row_has_a_case():
     quoted = {name for name, row in ROWS.items() if f'"{row.kind}"' in tests}
     words = {name for name, its in BY_WORDS.items() if its in tests and its in ROWS[name].value}
     assert sorted(ROWS.keys() - given - named - own - quoted - words) == []
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+PACKAGE = DOCS.parent / "autotune_loader"
+
+
+def test_the_page_has_the_codes_order():
+    page = (DOCS / "bottleneck.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, flags=re.MULTILINE)
+    told = [kind for row in rows for kind in re.findall(r"\w+", row)]
+    code = inspect.getsource(judge._row) + inspect.getsource(judge._cpu_or_storage)
+    asked = dict.fromkeys(re.findall(r"Bottleneck\.([A-Z_]+)", code))
+    assert told == [*(name.lower() for name in asked if name != "UNCLEAR"), "unclear"]
+
+
+def test_quoted_symptoms_are_what_is_said():
+    page = (DOCS / "symptoms.md").read_text()
+    quoted = re.findall(r"^\| (`.*?`)(?: \||, or its)", page, flags=re.MULTILINE)
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    said = " ".join(re.sub(r"\{[^{}]*\}|\"\n *f?\"", "", code).split())
+    missing = [
+        each for row in quoted for each in re.findall("`(.*?)`", row) if is_unsaid(each, said)
+    ]
+    assert missing == []
+
+
+def is_unsaid(quote, said):
+    """Whether the words of a message without its figures and names stand nowhere."""
+    words = re.sub(r"failed: |sample \d+ |train_step |\S+/\S+", "", quote).strip().rstrip(".")
+    return words.replace("shared memory", "shared_memory") not in said
 
 
 BUSY = SimulatedMachine(neighbours=4.0)
