@@ -19,16 +19,20 @@ from typing import TYPE_CHECKING, Any
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
+    from autotune_loader.autoloader.live import Found
     from autotune_loader.autoloader.loader import AutoLoader
     from autotune_loader.pipeline.batches import DevicePrefetcher
+    from autotune_loader.report.script import ScriptReport
     from autotune_loader.results.comparison import Comparison
     from autotune_loader.results.file import load_config
-    from autotune_loader.results.result import TuningResult
+    from autotune_loader.results.result import Finding, TuningResult
+    from autotune_loader.search.belief import Prediction
     from autotune_loader.search.sampler import TwinSampler
     from autotune_loader.tuning.compare import compare
     from autotune_loader.tuning.tune import tune
     from autotune_loader.values import (
         ConfigFileError,
+        Interval,
         LoaderConfig,
         MachineMismatchError,
         MissingExtraError,
@@ -36,17 +40,23 @@ if TYPE_CHECKING:
         TunerError,
         WorkloadError,
     )
-    from autotune_loader.watch.hook import enable
+    from autotune_loader.watch.hook import Hook, enable
 
 __all__ = [
     "AutoLoader",
     "Comparison",
     "ConfigFileError",
     "DevicePrefetcher",
+    "Finding",
+    "Found",
+    "Hook",
+    "Interval",
     "LoaderConfig",
     "MachineMismatchError",
     "MissingExtraError",
     "PlatformError",
+    "Prediction",
+    "ScriptReport",
     "TunerError",
     "TuningResult",
     "TwinSampler",
@@ -63,10 +73,16 @@ _HOMES = {
     "Comparison": "results.comparison",
     "ConfigFileError": "values.errors",
     "DevicePrefetcher": "pipeline.batches",
+    "Finding": "results.result",
+    "Found": "autoloader.live",
+    "Hook": "watch.hook",
+    "Interval": "values.statistics",
     "LoaderConfig": "values.config",
     "MachineMismatchError": "values.errors",
     "MissingExtraError": "values.errors",
     "PlatformError": "values.errors",
+    "Prediction": "search.belief",
+    "ScriptReport": "report.script",
     "TunerError": "values.errors",
     "TuningResult": "results.result",
     "TwinSampler": "search.sampler",
@@ -81,18 +97,20 @@ FOR_TUNING = ("optuna", "msgspec", "cloudpickle")
 """What only `tune()` and `compare()` need."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
-    try:
-        home = import_module(f"{__name__}.{_HOMES[name]}")
-    except ModuleNotFoundError as error:
-        from autotune_loader.values import MissingExtraError
+if not TYPE_CHECKING:  # which would take any name for one that can be imported
 
-        raise MissingExtraError(name, *(FOR_TUNING if error.name in FOR_TUNING else [str(error.name)])) from error
-    value = getattr(home, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+        try:
+            home = import_module(f"{__name__}.{_HOMES[name]}")
+        except ModuleNotFoundError as error:
+            from autotune_loader.values import MissingExtraError
+
+            raise MissingExtraError(name, *(FOR_TUNING if error.name in FOR_TUNING else [str(error.name)])) from error
+        value = getattr(home, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -148,6 +148,19 @@ def test_findings_outlive_the_loader_and_are_saved(tmp_path: Path) -> None:
     assert found.log.totals.batches == 100
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({}, "AutoLoader(Numbers, 0 workers, tuning)"),
+        ({"num_workers": 2}, "AutoLoader(Numbers, 2 workers, tuning)"),
+        ({"num_workers": 1}, "AutoLoader(Numbers, 1 worker)"),
+        ({"num_workers": 2, "tune": False}, "AutoLoader(Numbers, 2 workers)"),
+    ],
+)
+def test_its_repr_says_whether_it_tunes(arguments: dict[str, Any], shown: str) -> None:
+    assert repr(AutoLoader(Numbers(4), **arguments)) == shown
+
+
 def test_the_iterator_begun_last_counts() -> None:
     loader = AutoLoader(Numbers(40), batch_size=4)
     first = iter(loader)
@@ -186,10 +199,12 @@ def test_metrics_are_those_since_the_last_call() -> None:
     loader = AutoLoader(Numbers(40), batch_size=4)
     assert loader.metrics() == {"num_workers": 0.0}
     list(loader)
-    seen = loader.metrics()
-    assert set(seen) == {"num_workers", "data_time", "data_wait_share", "samples_per_sec"}
-    assert 0 < seen["data_wait_share"] <= 1
-    assert seen["samples_per_sec"] > 0
+    seen = loader.metrics("loader/")
+    names = ("num_workers", "wait_s", "wait_share", "samples_per_s")
+    assert set(seen) == {f"loader/{name}" for name in names}
+    assert 0 < seen["loader/wait_share"] <= 1
+    assert 0 < seen["loader/wait_s"] * 10 <= loader.log.totals.waited_s
+    assert seen["loader/samples_per_s"] > 0
     assert loader.metrics() == {"num_workers": 0.0}
 
 

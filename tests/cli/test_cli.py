@@ -288,19 +288,6 @@ def test_a_terminal_without_our_characters_has_others(monkeypatch):
     assert err.buffer.getvalue().endswith(b"\na - b - c +- ?\n")
 
 
-def test_a_terminal_has_colour_unless_asked_not_to(monkeypatch, capsys):
-    plain = "  waits for data 96% of the time\n  next: `autotune-loader\n    run`."
-    share, step = "\033[1;36mwaits for data 96%\033[0m", "next: `autotune-loader\n    run`."
-    coloured = f"  {share} of the time\n  \033[1;36m{step}\033[0m"
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    say(plain)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    say(plain)
-    monkeypatch.setenv("NO_COLOR", "1")
-    say(plain)
-    assert capsys.readouterr().err == f"{plain}\n{coloured}\n{plain}\n"
-
-
 def test_a_closed_pipe_is_no_error(monkeypatch):
     # GIVEN a pipe whose reader is gone, as after `| head`
     reading, writing = os.pipe()
