@@ -40,6 +40,7 @@ from autotune_loader.values.measurement import (
 )
 from autotune_loader.values.sampled import LoaderTrace, Sampled
 from autotune_loader.values.serialization import (
+    fields_of,
     from_plain,
     replacing,
     require_writable,
@@ -81,7 +82,7 @@ __all__ = [
     "ConfigFileError", "Effects", "Failure", "FailureKind", "FailurePhase", "Interval", "LoaderConfig",
     "LoaderTrace", "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Sampled",
     "Seen", "Span", "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError", "after_first_of_each",
-    "averaged", "correlated_mean_interval", "from_plain", "log_ratios", "mean_interval", "nearest", "pooled",
+    "averaged", "correlated_mean_interval", "fields_of", "from_plain", "log_ratios", "mean_interval", "nearest", "pooled",
     "replacing", "require_bool", "require_choice", "require_int", "require_writable", "spans_of", "stage_times",
     "student_t_quantile", "to_plain", "what_works", "write_json",
 ]  # fmt: skip
