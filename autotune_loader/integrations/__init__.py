@@ -22,4 +22,5 @@ def require(module: str, feature: str) -> None:
     try:
         importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(feature, module.partition(".")[0]) from error
+        package = module.partition(".")[0]
+        raise MissingExtraError(feature, package, extra=package) from error
