@@ -51,7 +51,7 @@ acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, a
 	@$(BIN)/python -m pytest -m acceptance --durations=15
 
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 torch: ## unit and process tests with another torch, in an environment of its own (TORCH=2.6.0, PYTHON=python3.10, LACKS=1: see below)
 	@test -n "$(TORCH)" || { echo 'say which: make torch TORCH=2.6.0'; exit 2; }
