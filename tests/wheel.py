@@ -6,9 +6,11 @@ for which there is no torch of constraints.txt.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +61,17 @@ def tried(wheel: Path, python: str, folder: Path, *, with_demo: bool) -> str:
     return ran(program, "--version").strip()
 
 
+def require_absolute_links(wheel: str) -> None:
+    """README as an index shows it leads nowhere but to the web and to its own sections."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+    if found := re.findall(r"(?:\]\(|src=\"|href=\")(?!https?:|#)[^)\"]+", text):
+        sys.exit(f"{wheel}: links of README that setup.py does not make absolute: {found}")
+
+
 def main(wheel: str, *pythons: str) -> None:
+    require_absolute_links(wheel)
     seen = set[str]()
     for python in pythons:
         script = "import sys; print('%d.%d' % sys.version_info[:2])"
