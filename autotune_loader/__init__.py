@@ -20,9 +20,9 @@ from autotune_loader.version import __version__ as __version__
 if TYPE_CHECKING:  # "as": type checkers take the name for a public one
     from autotune_loader.autoloader.loader import AutoLoader as AutoLoader
     from autotune_loader.pipeline.batches import DevicePrefetcher as DevicePrefetcher
-    from autotune_loader.report.result import Comparison as Comparison
-    from autotune_loader.report.result import TuningResult as TuningResult
+    from autotune_loader.results.comparison import Comparison as Comparison
     from autotune_loader.results.file import load_config as load_config
+    from autotune_loader.results.result import TuningResult as TuningResult
     from autotune_loader.search.sampler import TwinSampler as TwinSampler
     from autotune_loader.tuning.compare import compare as compare
     from autotune_loader.tuning.tune import tune as tune
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # "as": type checkers take the name for a public one
 else:  # not for type checkers, which would take every misspelled name for one that `__getattr__` finds
     _HOMES = {
         "AutoLoader": "autoloader.loader",
-        "Comparison": "report.result",
+        "Comparison": "results.comparison",
         "ConfigFileError": "values.errors",
         "DevicePrefetcher": "pipeline.batches",
         "LoaderConfig": "values.config",
@@ -45,7 +45,7 @@ else:  # not for type checkers, which would take every misspelled name for one t
         "MissingExtraError": "values.errors",
         "PlatformError": "values.errors",
         "TunerError": "values.errors",
-        "TuningResult": "report.result",
+        "TuningResult": "results.result",
         "TwinSampler": "search.sampler",
         "WorkloadError": "values.errors",
         "compare": "tuning.compare",

@@ -35,7 +35,7 @@ from autotune_loader.machine.nursery import Home
 from autotune_loader.machine.processes import private_bytes
 from autotune_loader.pipeline.loop_log import Log, Site
 from autotune_loader.pipeline.workload import draws_nothing, length_of
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.search.space import MOST_WORKERS
 from autotune_loader.values import TORCH_PREFETCH_FACTOR, LoaderConfig, Trial, averaged
 

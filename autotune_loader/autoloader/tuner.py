@@ -31,7 +31,7 @@ from autotune_loader.autoloader.meter import (
 )
 from autotune_loader.autoloader.outlook import Outlook, counts
 from autotune_loader.pipeline.loop_log import Log
-from autotune_loader.results.record import Finding
+from autotune_loader.results.result import Finding
 from autotune_loader.search.space import PREFETCH_FACTORS
 from autotune_loader.values import TORCH_PREFETCH_FACTOR, Effects, Interval, LoaderConfig, Measurement, Round
 

@@ -16,6 +16,7 @@ from autotune_loader.values import (
     FailurePhase,
     LoaderConfig,
     Measurement,
+    RateUnit,
     fields_of,
     from_plain,
 )
@@ -78,6 +79,11 @@ class WarmupReport:
     device_bytes: int | None = None
     """Memory of the accelerator that no other process has."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def rate_unit(self) -> RateUnit:
+        """Of all rates of its bursts."""
+        return "batches/s" if self.counts_batches else "samples/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

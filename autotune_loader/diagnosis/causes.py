@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autotune_loader.diagnosis.account import Account
 from autotune_loader.diagnosis.judge import LARGE_PARENT_BYTES
-from autotune_loader.diagnosis.tables import Advice, Cause
-from autotune_loader.results.record import Finding
+from autotune_loader.diagnosis.messages import Advice, Cause
+from autotune_loader.results.result import Finding
 
 if TYPE_CHECKING:
     from autotune_loader.loops.figures import LoopFigures

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values import BURSTS_DIFFER, FailureKind, Interval, LoaderConfig, Measurement, StageTime, Trial
+from autotune_loader.values import (
+    BURSTS_DIFFER,
+    FailureKind,
+    Interval,
+    LoaderConfig,
+    Measurement,
+    RateUnit,
+    StageTime,
+    Trial,
+)
 
 if TYPE_CHECKING:
     from autotune_loader.pipeline.forking import ParentProcess
@@ -34,6 +43,7 @@ class Evidence:
     """Those that the step and the workers share."""
     batch_size: float = 1.0
     """Samples of a batch; 1 where rates are of batches."""
+    rate_unit: RateUnit = "samples/s"
     batch_bytes: int = 0
     step_s: float | None = None
     fetch_s: float | None = None
@@ -117,13 +127,17 @@ class Evidence:
 
     @property
     def headroom(self) -> float | None:
-        """What a loader without any cost would gain at most, relatively; None where nothing bounds it."""
-        if self.ceiling is not None:
-            return max(0.0, self.ceiling.value / self.samples_per_s - 1)
-        if self.wait_share is None or self.wait_share >= 1:
-            return None
-        gain = self.wait_share / (1 - self.wait_share)
-        return None if max(self.rates, default=0.0) > (1 + gain) * self.samples_per_s else gain
+        """What data without waiting would gain at most, relatively; None where nothing bounds it.
+
+        On an accelerator the step alone bounds it. On a CPU that has all cores, which a loader always shares: there the wait
+        bounds it, too.
+        """
+        alone = math.inf if self.ceiling is None else max(0.0, self.ceiling.value / self.samples_per_s - 1)
+        waits = math.inf if self.wait_share is None or self.wait_share >= 1 else self.wait_share / (1 - self.wait_share)
+        if max(self.rates, default=0.0) > (1 + waits) * self.samples_per_s:
+            waits = math.inf
+        gain = alone if self.on_accelerator and self.ceiling is not None else min(alone, waits)
+        return gain if math.isfinite(gain) else None
 
     @property
     def handed_over(self) -> Interval | None:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, NEGLIGIBLE, Evidence
-from autotune_loader.diagnosis.tables import Advice, Bottleneck, Caution, Fact, Source
-from autotune_loader.results.record import Finding, TuningRecord
+from autotune_loader.diagnosis.messages import Advice, Bottleneck, Caution, Fact, Source
+from autotune_loader.results.result import Finding, TuningResult
 from autotune_loader.values import BURSTS_DIFFER, OTHER_THREADS, TRANSFER, LoaderConfig, Measurement
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from autotune_loader.pipeline.forking import ParentProcess
     from autotune_loader.pipeline.workload import DataSide
 
-Result = TypeVar("Result", bound=TuningRecord)
+Result = TypeVar("Result", bound=TuningResult)
 
 FEWEST_BATCHES = 3
 """Fewer say nothing: the first waits for the workers to start, and the last has no step after it."""
@@ -54,7 +54,7 @@ FROM_MEMORY_BYTES = 64
 LARGE_PARENT_BYTES = 4 << 30
 """From this size on forks are expensive: each copies 8 MiB of page tables in 60 to 70 ms of the training's CPU, and to
 write 1 GiB again takes 2 to 3 s of it in place of 0.1 s (2 cores of an AMD EPYC, pages of 4 KiB)."""
-CHEAPER = {
+CHEAPER = {  # stages of libraries: what the user's own function of that name does is not known
     "decode": ": smaller source images, a faster decoder, or a cache of decoded images",
     "read": ": larger chunks, or a format that needs no parsing",
     "collate": ": fewer and larger tensors",
@@ -80,18 +80,19 @@ def judged(
         parent: what workers were forked from, if they were.
         **known: `on_accelerator` and `has_batched_fetch` of the evidence.
     """
-    measurement, machine = result.measurement_of(result.best), result.machine
-    if measurement is None or result.rate is None or machine is None:
+    measurement, rate, machine = result.measurement_of(result.best), result.rate, result.machine
+    if measurement is None or rate is None or machine is None:
         return replace(result, bottleneck=Bottleneck.NOTHING(), advice=tuple(_start_method(result.best, parent)))
     transfer = result.transfer_ceiling
-    if transfer is not None and result.rate.value > (1 + BURSTS_DIFFER) * transfer.value:
+    if transfer is not None and rate.value > (1 + BURSTS_DIFFER) * transfer.value:
         transfer = None
     evidence = Evidence.of(
         measurement,
         config=result.best,
         cores=machine.usable_cores,
         epoch_batches=epoch_batches,
-        samples_per_s=result.rate.value,
+        samples_per_s=rate.value,
+        rate_unit=result.rate_unit,
         wait_share=result.wait_share,
         ceiling=result.ceiling,
         transfer_ceiling=transfer,
@@ -101,9 +102,12 @@ def judged(
         **known,
     )
     bottleneck, advice = diagnose(evidence)
+    ceiling, gain = result.ceiling, bottleneck.gain
     if (doubt := ceiling_doubt(evidence)) is not None:
-        result = replace(result, ceiling=None, warnings=(*result.warnings, doubt))
-    return replace(result, transfer_ceiling=transfer, bottleneck=bottleneck, advice=advice)
+        result, ceiling = replace(result, warnings=(*result.warnings, doubt)), None
+    elif ceiling is not None and not evidence.on_accelerator and gain is not None:
+        ceiling = rate.scaled(1 + gain)
+    return replace(result, ceiling=ceiling, transfer_ceiling=transfer, bottleneck=bottleneck, advice=advice)
 
 
 def ceiling_doubt(evidence: Evidence) -> Finding | None:
@@ -114,7 +118,9 @@ def ceiling_doubt(evidence: Evidence) -> Finding | None:
     # A loop that hardly steps says nothing about its step.
     in_loop = evidence.samples_per_s / (1 - wait) if wait <= 1 - NEGLIGIBLE else evidence.samples_per_s
     fastest = max([in_loop, *evidence.rates])
-    return Caution.CEILING_PASSED(alone=alone, rate=fastest) if fastest > (1 + BURSTS_DIFFER) * alone else None
+    if fastest <= (1 + BURSTS_DIFFER) * alone:
+        return None
+    return Caution.CEILING_PASSED(alone=alone, rate=fastest, unit=evidence.rate_unit)
 
 
 # What limits it
@@ -183,7 +189,7 @@ def _bottleneck(row: Bottleneck, evidence: Evidence) -> Finding:
     if row in (Bottleneck.TOO_SHORT, Bottleneck.NO_STEP):
         return found
     facts = filter(None, _facts(row, evidence))
-    return Finding(kind=found.kind, sentence=" ".join([found, *facts]), gain=evidence.headroom)
+    return Finding(kind=found.kind, sentence=" ".join(map(str, [found, *facts])), gain=evidence.headroom)
 
 
 def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
@@ -219,7 +225,8 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
             return
     yield Fact.WAITS(wait=evidence.wait_share)
     if row in (Bottleneck.STEP, Bottleneck.UNCLEAR):
-        yield None if ceiling is None else Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value)
+        if ceiling is not None:
+            yield Fact.OF_CEILING(rate=evidence.samples_per_s, ceiling=ceiling.value, unit=evidence.rate_unit)
     elif row is not Bottleneck.START_UP:
         yield from _gain(evidence)
         factor = 0.0 if handed is None else handed.value / evidence.samples_per_s
@@ -237,7 +244,9 @@ def _gain(evidence: Evidence) -> Iterator[Finding]:
     if gain >= LARGE_GAIN:
         yield Fact.MUCH()
     elif gain >= LITTLE_GAIN:
-        bound = Fact.AT_MOST if alone_s else Fact.ABOUT  # steps that wait for no data may be shorter
+        bound = (
+            Fact.AT_MOST if alone_s and evidence.on_accelerator else Fact.ABOUT
+        )  # steps may be shorter without a wait
         yield bound(factor=1 + gain)
 
 
@@ -267,8 +276,7 @@ def _advice(row: Bottleneck, evidence: Evidence) -> Iterator[Finding]:
             yield from _cheaper_fetching(evidence)
             yield from _batched_fetch(evidence)
         case Bottleneck.IN_MEMORY:
-            yield from _batched_fetch(evidence)
-            yield Advice.AUTOLOADER_TRANSFERS(workers=2)
+            yield from [*_batched_fetch(evidence)] or [Advice.LEAVE_IT()]
         case Bottleneck.STORAGE:
             yield Advice.LARGER_READS()
         case Bottleneck.CORES:
@@ -311,7 +319,7 @@ def _cheaper_fetching(evidence: Evidence) -> Iterator[Finding]:
     named = [each for each in evidence.stages if each.stage not in (TRANSFER, OTHER_THREADS)]  # lines of the user's
     large = [each for each in named if each.cpu_share >= LARGE_STAGE]
     for each in sorted(large, key=lambda stage: -stage.cpu_share):
-        how = CHEAPER.get(each.stage, "")
+        how = CHEAPER.get(each.stage, "") if each.is_library else ""
         yield Advice.CHEAPER_STAGE(stage=each.stage, where=each.where, how=how, share=each.cpu_share, cpu=each.cpu_s)
     if not large and evidence.fetch_cpu_s:
         yield Advice.CHEAPER_TRANSFORMS(cpu=evidence.fetch_cpu_s / evidence.batch_size)

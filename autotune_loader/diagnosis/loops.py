@@ -10,8 +10,8 @@ from autotune_loader.diagnosis.account import Account, Fetching, account_of
 from autotune_loader.diagnosis.causes import Job, NamedCause, causes
 from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.judge import FEWEST_BATCHES, diagnose
-from autotune_loader.diagnosis.tables import Advice, Bottleneck
-from autotune_loader.results.record import Finding
+from autotune_loader.diagnosis.messages import Advice, Bottleneck
+from autotune_loader.results.result import Finding
 
 if TYPE_CHECKING:
     from autotune_loader.loops.figures import LoopFigures

@@ -26,9 +26,9 @@ def number_text(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def rate_text(samples_per_s: float | None) -> str:
-    """Three significant digits at least: "1,234/s", "45.6/s", "0.789/s"."""
-    return UNKNOWN if samples_per_s is None else f"{number_text(samples_per_s)}/s"
+def rate_text(rate: float | None, unit: str = "samples/s") -> str:
+    """Three significant digits at least, with the unit: "1,234 samples/s", "0.789 batches/s"."""
+    return UNKNOWN if rate is None else f"{number_text(rate)} {unit}"
 
 
 def range_text(interval: Interval | None) -> str:
@@ -38,15 +38,32 @@ def range_text(interval: Interval | None) -> str:
     return f"{number_text(interval.low)}–{number_text(interval.high)}"
 
 
+def factor_text(value: float) -> str:
+    """A ratio: "0.98x", "2.31x", "38.5x"."""
+    return f"{value:.2f}x" if value < 9.995 else f"{number_text(value)}x"
+
+
 def ratio_text(interval: Interval | None) -> str:
-    """A ratio with its limits: "2.31x (2.20x to 2.42x)"; "at least 3.50x" where no more is known."""
+    """A ratio without its limits: "2.31x"; "at least 3.50x" where the limits are wider than twice the ratio."""
     if interval is None:
         return UNKNOWN
-    if interval.is_telling:
-        return f"{interval.value:.2f}x ({interval.low:.2f}x to {interval.high:.2f}x)"
-    if is_claimed(interval):
-        return f"at least {interval.low:.2f}x"
-    return f"at most {interval.high:.2f}x" if is_slower(interval) else f"{interval.value:.2f}x"
+    if interval.is_telling or not (is_claimed(interval) or is_slower(interval)):
+        return factor_text(interval.value)
+    low, high = factor_text(interval.low), factor_text(interval.high)
+    return f"at least {low}" if is_claimed(interval) else f"at most {high}"
+
+
+def limits_text(interval: Interval | None) -> str:
+    """The limits of a ratio: "2.20x to 2.42x"; empty where they tell nothing."""
+    if interval is None or not interval.is_telling:
+        return ""
+    return f"{factor_text(interval.low)} to {factor_text(interval.high)}"
+
+
+def gain_text(ratio: Interval) -> str:
+    """A ratio in words: "2.31x faster (95% CI 2.20x to 2.42x)"."""
+    limits = limits_text(ratio)
+    return f"{ratio_text(ratio)} faster" + (f" (95% CI {limits})" if limits else "")
 
 
 def is_claimed(ratio: Interval) -> bool:
@@ -105,8 +122,9 @@ class Units(string.Formatter):
         "share": share_text,
         "bytes": bytes_text,
         "seconds": seconds_text,
-        "rate": rate_text,
+        "number": number_text,
         "ratio": ratio_text,
+        "confidence": lambda ratio: f"95% CI {limits_text(ratio)}, " if ratio.is_telling else "",
     }
 
     def format_field(self, value: Any, format_spec: str) -> str:

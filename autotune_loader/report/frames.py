@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.results.comparison import ComparisonRecord, Side
-from autotune_loader.results.record import TuningRecord
+from autotune_loader.results.comparison import Comparison, Side
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import Interval, MissingExtraError, Trial
 
 if TYPE_CHECKING:
@@ -51,17 +51,17 @@ OF_SIDE = {
 }
 
 
-def trials_frame(result: TuningRecord) -> pd.DataFrame:
+def trials_frame(result: TuningResult) -> pd.DataFrame:
     """One row per trial in the order they ran: configuration, rates, waits, memory, failure."""
     return _frame(map(_trial_row, result.trials), OF_TRIAL)
 
 
-def stages_frame(result: TuningRecord) -> pd.DataFrame:
+def stages_frame(result: TuningResult) -> pd.DataFrame:
     """One row per stage of a sample in a worker, the longest first."""
     return _frame(map(asdict, result.stages), OF_STAGE)
 
 
-def sides_frame(comparison: ComparisonRecord) -> pd.DataFrame:
+def sides_frame(comparison: Comparison) -> pd.DataFrame:
     """One row per side: configuration, rate and ratio with their limits, shares, bytes, bottleneck, error."""
     return _frame((_side_row(comparison, side) for side in comparison.sides), OF_SIDE)
 
@@ -77,7 +77,7 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
     return row
 
 
-def _side_row(comparison: ComparisonRecord, side: Side) -> dict[str, Any]:
+def _side_row(comparison: Comparison, side: Side) -> dict[str, Any]:
     row: dict[str, Any] = {
         "side": side.name,
         "config": str(side.config),

@@ -7,15 +7,15 @@ show themselves in a notebook, and `figure.savefig("picture.svg")` writes them.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.diagnosis.units import counted, number_text, rate_text, ratio_text, seconds_text, share_text
+from autotune_loader.diagnosis.units import counted, gain_text, number_text, rate_text, seconds_text, share_text
 from autotune_loader.report.perfetto import processes_of
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.report.text import tail_of
-from autotune_loader.results.record import TuningRecord
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import (
     MAIN_PROCESS,
     PINNING_THREAD,
@@ -23,7 +23,6 @@ from autotune_loader.values import (
     LoaderConfig,
     Measurement,
     MissingExtraError,
-    Span,
     StageTime,
     spans_of,
 )
@@ -59,6 +58,8 @@ MOST_STAGES = 10
 """The bars of shorter stages are too thin to read."""
 LONGEST_NAME = 36
 """Characters of a stage's name or place that fit beside its bar."""
+BAND_POINTS = 32
+"""Numbers of workers that the band of the model is computed for."""
 MAX_BATCHES = 10
 """Batches in a timeline: the last of the trial."""
 LEAST_NUMBERED = 0.016
@@ -71,15 +72,11 @@ ACTIVITIES = {  # colour and legend, in the order of drawing
     "fetch": (PURPLE, "samples are fetched"),
     "collate": (SKY, "batch is collated"),
     "pin": (GREEN, "batch is pinned"),
-    "unseen": (PALE_GREY, "not seen"),
 }
 
 
-def plot_workers(result: TuningRecord) -> Figure:
-    """Rates over workers: one point for each number of workers that ran, the chosen setting, failures and the ceilings.
-
-    Of settings with equally many workers the chosen one is shown, else the fastest in the A/B rounds, else the fastest.
-    """
+def plot_workers(result: TuningResult) -> Figure:
+    """Rates over workers: a point for each setting that ran, the band that the model expects, failures and the ceilings."""
     rows = ranking(result)
     is_empty = not any(row.rate for row in rows)
     return _picture(
@@ -87,30 +84,30 @@ def plot_workers(result: TuningRecord) -> Figure:
     )
 
 
-def _workers(result: TuningRecord, rows: tuple[Standing, ...], axes: Axes) -> None:
-    shown: dict[int, Standing] = {}
-    for row in sorted((row for row in rows if row.rate), key=lambda row: not row.is_best):
-        shown.setdefault(row.config.num_workers, row)
-    rates = {count: row.rate.value for count, row in sorted(shown.items()) if row.rate}
-    top = max(rates.values())
+def _workers(result: TuningResult, rows: tuple[Standing, ...], axes: Axes) -> None:
+    rated = [row for row in rows if row.rate is not None]
+    top, counts = max(row.rate.value for row in rated if row.rate), {row.config.num_workers for row in rated}
     dashes: tuple[Any, Any] = (0, (6, 3)), (0, (1, 2))
     for ceiling, label, dash in zip(
-        (result.ceiling, result.transfer_ceiling), ("the step alone", "most that workers transfer"), dashes, strict=True
+        (result.ceiling, result.transfer_ceiling),
+        ("never waiting for data", "most that workers transfer"),
+        dashes,
+        strict=True,
     ):
         if ceiling is not None and ceiling.value > FAR * top:
-            axes.plot([], [], " ", label=f"{label}: {rate_text(ceiling.value)}, far above")
+            axes.plot([], [], " ", label=f"{label}: {rate_text(ceiling.value, result.rate_unit)}, far above")
         elif ceiling is not None:
             axes.axhline(ceiling.value, label=label, color=BLACK, linewidth=1.2, linestyle=dash)
-    axes.plot(list(rates), list(rates.values()), color=BLUE, linewidth=1.2)
-    for source, fill, label in (("rounds", BLUE, "A/B rounds, 95%"), ("search", "white", "single trial, 95%")):
-        of_source = [row for row in shown.values() if row.source == source]
+    _band(axes, result, max(counts))
+    for source, fill, label in (("rounds", BLUE, "A/B rounds, 95% CI"), ("search", "white", "single trial")):
+        of_source = [row for row in rated if row.source == source]
         _draw_rates(axes, of_source, fmt="o", color=BLUE, markerfacecolor=fill, label=label)
-    own, best = [row for row in rows if row.is_baseline], [row for row in rows if row.is_best]
+    own, best = [row for row in rated if row.is_baseline], [row for row in rated if row.is_best]
     _draw_rates(axes, own, fmt="s", color=BLACK, markersize=8, zorder=5, label="before tuning")
     label = "chosen" if result.status == "complete" else "so far"
     _draw_rates(axes, best, fmt="*", color=VERMILLION, markersize=15, zorder=5, label=label)
-    if failed := sorted({row.config.num_workers for row in rows if row.rate is None} - rates.keys()):
-        near = [count for count in failed if count <= FAR * (1 + max(rates))]
+    if failed := sorted({row.config.num_workers for row in rows if row.rate is None} - counts):
+        near = [count for count in failed if count <= FAR * (1 + max(counts))]
         label = f"failed: {', '.join(map(str, failed))} workers"
         axes.plot(near, [0.03 * top] * len(near), "x", color=VERMILLION, markersize=8, label=label)
     axes.set(xlabel="worker processes", ylabel=result.rate_unit.replace("/s", " per second"))
@@ -121,30 +118,43 @@ def _workers(result: TuningRecord, rows: tuple[Standing, ...], axes: Axes) -> No
         _annotate(axes, row, result)
 
 
+def _band(axes: Axes, result: TuningResult, most: int) -> None:
+    """The 95% interval of the rate that the model expects with the other settings as chosen."""
+    counts = sorted({round(most * step / BAND_POINTS) for step in range(BAND_POINTS + 1)})
+    try:
+        expected = result.predictions([result.best.with_workers(count) for count in counts])
+    except ValueError:  # nothing that it rests on was measured
+        return
+    low, high = zip(*((each.samples_per_s.low, each.samples_per_s.high) for each in expected), strict=True)
+    axes.fill_between(counts, low, high, color=SKY, alpha=0.3, linewidth=0, label="model, 95%")
+
+
 def _draw_rates(axes: Axes, rows: Sequence[Standing], **look: Any) -> None:
-    """Rates with their intervals, where these tell anything."""
-    rates = {row.config.num_workers: row.rate for row in rows if row.rate is not None}
-    if rates:
-        below = [max(0.0, rate.value - rate.low) if rate.is_telling else 0.0 for rate in rates.values()]
-        above = [max(0.0, rate.high - rate.value) if rate.is_telling else 0.0 for rate in rates.values()]
-        axes.errorbar(list(rates), [rate.value for rate in rates.values()], [below, above], capsize=3, **look)
+    """Rates, those of A/B rounds with their intervals, where these tell anything."""
+    known = [(row.config.num_workers, row.rate, row.source) for row in rows if row.rate is not None]
+    if known:
+        shown = [rate.is_telling and source == "rounds" for _, rate, source in known]
+        below = [tells * max(0.0, rate.value - rate.low) for tells, (_, rate, _) in zip(shown, known, strict=True)]
+        above = [tells * max(0.0, rate.high - rate.value) for tells, (_, rate, _) in zip(shown, known, strict=True)]
+        counts, rates = [count for count, _, _ in known], [rate.value for _, rate, _ in known]
+        axes.errorbar(counts, rates, [below, above], capsize=3, **look)
 
 
-def _annotate(axes: Axes, row: Standing, result: TuningRecord) -> None:
+def _annotate(axes: Axes, row: Standing, result: TuningResult) -> None:
     """The rate and speedup of the chosen setting in words, above everything that is drawn."""
     if row.rate is None:
         return
     count = row.config.num_workers
     words = f"{counted(count, 'worker')}: {number_text(row.rate.value)} {result.rate_unit}"
     if result.speedup is not None:
-        words += f"\n{ratio_text(result.speedup)} as fast as before"
+        words += f"\n{gain_text(result.speedup)} than before"
     side, at = ("left", 0) if 2 * count <= sum(axes.get_xlim()) else ("right", 1)
     line = {"arrowstyle": "-", "color": VERMILLION, "linewidth": 0.8, "relpos": (at, 0)}
     look: dict[str, Any] = {"color": VERMILLION, "fontsize": 9, "ha": side, "va": "top", "arrowprops": line}
     axes.annotate(words, (count, row.rate.value), (count, axes.get_ylim()[1]), **look)
 
 
-def plot_stages(result: TuningRecord) -> Figure:
+def plot_stages(result: TuningResult) -> Figure:
     """A bar for each stage of a sample: computing and waiting, the longest stage on top."""
     shown = result.stages[:MOST_STAGES][::-1]  # bars are drawn upwards
     content = partial(_stages, shown) if shown else "No trial with workers was recorded."
@@ -157,18 +167,17 @@ def _stages(stages: tuple[StageTime, ...], axes: Axes) -> None:
     waiting = [each.waited_s * 1e3 for each in stages]
     axes.barh(rows, computing, color=BLUE, label="computing")
     if any(waiting):
-        label = "waiting (I/O, a lock; in some sandboxes a core)"
-        axes.barh(rows, waiting, left=computing, color=SKY, label=label)
+        axes.barh(rows, waiting, left=computing, color=SKY, label="waiting (I/O, locks)")
     for row, each in enumerate(stages):
         words = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}"
         axes.text(each.wall_s * 1e3, row, words, va="center", fontsize=8, color=DARK_GREY)
     names = [f"{tail_of(each.stage, LONGEST_NAME)}\n{tail_of(each.where, LONGEST_NAME)}" for each in stages]
     axes.set_yticks(rows, names, fontsize=8)
-    axes.set(xlabel="milliseconds of self time for each sample\n(without other stages that it calls)")
+    axes.set(xlabel="self time per sample (ms)")
     axes.set_xlim(0, 1.3e3 * max(each.wall_s for each in stages))
 
 
-def plot_timeline(result: TuningRecord, trial: int | None = None) -> Figure:
+def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
     """A row for the training loop, for the thread that pins, and for each worker that made one of the last batches.
 
         training loop   waits ▒▒▒ steps ██ steps ██ waits ▒ steps ██
@@ -193,7 +202,7 @@ def plot_timeline(result: TuningRecord, trial: int | None = None) -> Figure:
     )
 
 
-def _traced_trial(result: TuningRecord, number: int | None) -> tuple[LoaderConfig, Measurement]:
+def _traced_trial(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Measurement]:
     """The trial of this number; by default the last with the chosen setting, else the fastest that has single batches."""
     measured = {each.number: (each.config, each.measurement) for each in result.trials if each.measurement}
     traced = {number: trial for number, trial in measured.items() if trial[1].traces}
@@ -213,8 +222,9 @@ def _traced_trial(result: TuningRecord, number: int | None) -> tuple[LoaderConfi
 
 def _timeline(traces: Sequence[BatchTrace], names: Mapping[int, str], axes: Axes) -> None:
     """Without workers the loop fetches while it waits: those bars are drawn narrower, on top of the wait."""
-    rows, spans = {process: row for row, process in enumerate(names)}, list(_spans(traces))
-    shown = traces[-MAX_BATCHES:]
+    rows, shown = {process: row for row, process in enumerate(names)}, traces[-MAX_BATCHES:]
+    numbered = enumerate(traces, 1 - max(0, len(traces) - MAX_BATCHES))  # the first batch that is shown has number 1
+    spans = [(number, span) for number, trace in numbered for span in spans_of(trace)]
     start, end = min(min(trace.fetch_start, trace.requested) for trace in shown), shown[-1].step_end
     for activity, (colour, label) in ACTIVITIES.items():
         is_numbered = activity in ("step", "fetch") or (activity == "wait" and len(rows) > 1)
@@ -233,18 +243,6 @@ def _timeline(traces: Sequence[BatchTrace], names: Mapping[int, str], axes: Axes
     axes.set_yticks(list(rows.values()), list(names.values()))
     axes.set(xlabel="seconds", xlim=(0, end - start), ylim=(len(rows) - 0.5, -0.5))
     axes.grid(axis="y", visible=False)
-
-
-def _spans(traces: Sequence[BatchTrace]) -> Iterator[tuple[int, Span]]:
-    """Each span with the number of its batch; the first batch that is shown has number 1."""
-    yield 1, Span("unseen", MAIN_PROCESS, min(trace.fetch_start for trace in traces), traces[0].requested)
-    seen_until: dict[int, float] = {}
-    for number, trace in enumerate(traces, 1 - max(0, len(traces) - MAX_BATCHES)):
-        for span in spans_of(trace):
-            yield number, span
-            if span.process != MAIN_PROCESS and span.activity != "send":
-                seen_until[span.process] = max(span.end, seen_until.get(span.process, span.end))
-    yield from ((1, Span("unseen", process, end, traces[-1].step_end)) for process, end in seen_until.items())
 
 
 def _picture(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from autotune_loader.diagnosis.units import rate_text
+from autotune_loader.diagnosis.units import number_text, rate_text
 from autotune_loader.values import LoaderConfig, Trial
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class Progress:
 
     def __init__(self, stream: TextIO | None = None, *, level: int = logging.INFO) -> None:
         self._stream, self._level = stream, level
+        self.unit = "samples/s"
+        """Of all rates."""
 
     def announce(self, text: str) -> None:
         """Print a line, such as what was inferred of the workload."""
@@ -59,15 +61,13 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def trial(self, trial: Trial, best: Trial | None, seconds_left: float) -> None:
-        """A trial is over: number, configuration, rate with its error or how it failed, best so far, time left."""
+        """A trial is over: number, configuration, rate or how it failed, best so far, time left."""
         rates = [each.samples_per_s for each in (trial, best) if each is not None and each.samples_per_s is not None]
         outcome = "" if trial.failure is None else f"failed: {trial.failure.kind.replace('_', ' ')}"
         if trial.measurement is not None:
-            rate = trial.measurement.samples_per_s
-            error = f" ± {(rate.high - rate.low) / 2 / rate.value * 100:.1f}%" if rate.is_telling else ""
-            outcome = f"{rate_text(rate.value)}{error}"
-        best_text = f"best {rate_text(max(rates))}" if rates else "no trial has worked yet"
-        self._line(f"trial {trial.number:3d}", trial.config, f"{outcome:<17}  {best_text}", seconds_left)
+            outcome = rate_text(trial.measurement.samples_per_s.value, self.unit)
+        best_text = f"best {number_text(max(rates))}" if rates else "no trial has worked yet"
+        self._line(f"trial {trial.number:3d}", trial.config, f"{outcome:<15}  {best_text}", seconds_left)
 
     def round(self, number: int, rates: Mapping[LoaderConfig, float], seconds_left: float) -> None:
         """A paired round is over: its fastest configuration, and how many ran; failed ones are not in `rates`."""
@@ -75,7 +75,7 @@ class Progress:
             self.announce(f"round {number:3d}  no setting worked")
             return
         leader = max(rates, key=lambda config: rates[config])
-        outcome = f"{rate_text(rates[leader]):<8}  fastest of {len(rates)}"
+        outcome = f"{rate_text(rates[leader], self.unit):<15}  fastest of {len(rates)}"
         self._line(f"round {number:3d}", leader, outcome, seconds_left)
 
     def _line(self, name: str, config: LoaderConfig, outcome: str, seconds_left: float) -> None:

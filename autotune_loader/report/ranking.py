@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autotune_loader.results.record import TuningRecord
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import Failure, Interval, LoaderConfig, Measurement
 
 
@@ -31,7 +31,7 @@ class Standing:
     """Whether it counts as equally fast, by the rule that made the choice."""
 
 
-def ranking(result: TuningRecord) -> tuple[Standing, ...]:
+def ranking(result: TuningResult) -> tuple[Standing, ...]:
     """Those of the rounds, fastest first; then those that only the search ran; then those that failed."""
     # persistent_workers does not change a rate: both values share a row, unless one is the best or the baseline.
     own = (result.best, result.baseline)
@@ -41,7 +41,7 @@ def ranking(result: TuningRecord) -> tuple[Standing, ...]:
     return tuple(sorted(rows, key=lambda row: (row.source != "rounds", -row.rate.value if row.rate else 0.0)))
 
 
-def _standing(config: LoaderConfig, result: TuningRecord) -> Standing:
+def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
     rates, measurement = result.rates_of(config), result.measurement_of(config)
     # The result's own rates of the best and the baseline allow for the choice among several.
     rate = {result.baseline: result.baseline_rate, result.best: result.rate}.get(config)

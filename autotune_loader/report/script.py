@@ -10,7 +10,7 @@ from typing import Any
 from autotune_loader.diagnosis import Account, Advice, Cause, NamedCause, slow_rank, units
 from autotune_loader.report.perfetto import write_trace
 from autotune_loader.report.text import wrapped
-from autotune_loader.results.record import Finding
+from autotune_loader.results.result import Finding
 from autotune_loader.values import Interval, LoaderTrace, write_json
 
 SCHEMA_VERSION = 1
@@ -84,9 +84,9 @@ class LoaderReport:
         lines = [f"{self.name}  {self.contents}", *map("  {}".format, told)]
         lines += [f"  {', '.join(seen)}", f"  settings: {own}"]
         if self.processes > 1:
-            lines.insert(1, f"  in {self.processes} processes; the figures are of the process with the most time")
+            lines.insert(1, f"  in {self.processes} processes; figures are from the process that trained longest")
         if now != own:
-            lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.ratio_text(self.speedup)} as fast'}")
+            lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.gain_text(self.speedup)}'}")
         elif self.kept is not None:
             lines.append(f"  not changed: {self.kept}")
         lines += [f"  {each}" for each in (self.read_ahead, self.idle_workers, self.starts_anew) if each is not None]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from autotune_loader.diagnosis.tables import Answer, Caution, Choice, Ended, Undecided, answer
+from autotune_loader.diagnosis.messages import Answer, Bottleneck, Caution, Choice, Ended, Undecided, answer
 from autotune_loader.diagnosis.units import (
     UNKNOWN,
     bytes_text,
     counted,
     is_claimed,
+    limits_text,
     number_text,
     range_text,
     rate_text,
@@ -20,9 +21,9 @@ from autotune_loader.diagnosis.units import (
 )
 from autotune_loader.machine.facts import NO_GPU
 from autotune_loader.report.ranking import Standing, ranking
-from autotune_loader.results.comparison import ComparisonRecord, Side
-from autotune_loader.results.record import Finding, TuningRecord
-from autotune_loader.values import Interval, StageTime
+from autotune_loader.results.comparison import Comparison, Side
+from autotune_loader.results.result import Finding, TuningResult
+from autotune_loader.values import Interval
 
 WIDTH = 80
 """Columns that every terminal, log and e-mail has."""
@@ -36,34 +37,34 @@ LONGEST_NAME = 32
 """Characters of a function's name in the table of stages."""
 MUCH_FASTER = 1.5
 """Single trials may be lucky, but not by so much."""
-TEXT_COLUMNS = ("", "options", "times as fast", "bottleneck", "stage", "where")
+TEXT_COLUMNS = ("", "options", "bottleneck", "stage", "where")
 """Columns that are aligned left; all others have numbers."""
-EQUAL = "equal: counts as equally fast, but is no cheaper than the chosen setting."
+EQUAL = "equal: equally fast, but no cheaper than the chosen setting."
 ROUNDS = "rounds: A/B rounds (settings alternate, so drift cancels); -: a single trial."
-WAIT = "wait: share of the time that the training loop waits for data."
+WAIT = "wait: share of time the training loop spends waiting for data."
 
 
-def summary_of(result: TuningRecord) -> str:
+def summary_of(result: TuningResult) -> str:
     """What to use, what it brings, and where the report is: what `print(result)` shows."""
     name = "loader" if result.found_by == "autoloader" else "result"
-    return wrapped(" ".join([*_choice(result), Choice.REPORT(name=name)]), indent="")
+    return wrapped(" ".join(map(str, [*_choice(result), Choice.REPORT(name=name)])), indent="")
 
 
-def sentences_of(result: TuningRecord) -> list[Finding]:
+def sentences_of(result: TuningResult) -> list[Finding]:
     """Everything that is said of a result apart from its table."""
     said = [*_choice(result), result.bottleneck, result.ended]
     return [*(each for each in said if each is not None), *result.advice, *result.warnings]
 
 
-def report_of(result: TuningRecord, width: int = WIDTH) -> str:
+def report_of(result: TuningResult, width: int = WIDTH) -> str:
     """The whole result: choice, table, bottleneck, stages, advice, warnings, how it was found."""
     differs = [each for each in result.warnings if Caution.LACKS.said_by(each)]
     blocks = [
-        [wrapped(each, width, indent="") for each in differs],
-        [wrapped(" ".join(_choice(result)), width, indent="")],
+        [wrapped(str(each), width, indent="") for each in differs],
+        [wrapped(" ".join(map(str, _choice(result))), width, indent="")],
         [configurations_of(result, width)],
         [wrapped(each, width) for each in _facts(result)],
-        _stage_lines(result.stages, width),
+        _stage_lines(result, width),
         ["Next:", *(wrapped(f"- {each}", width) for each in result.advice)] if result.advice else [],
         [wrapped(f"Warning: {each}", width) for each in result.warnings if each not in differs],
         [wrapped(" ".join(_how(result)), width, indent="")],
@@ -71,7 +72,7 @@ def report_of(result: TuningRecord, width: int = WIDTH) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _choice(result: TuningRecord) -> list[Finding]:
+def _choice(result: TuningResult) -> list[Finding]:
     """What to use, and what it brings."""
     best, ratio, rate = result.best, result.speedup, _rate_words(result.rate, result.rate_unit)
     if result.status == "fallback":
@@ -85,7 +86,7 @@ def _choice(result: TuningRecord) -> list[Finding]:
             said.append(Choice.NOTHING_FASTER(tolerance=result.tolerance))
     else:
         said.append(Choice.USE(best=best, rate=rate))
-        before = f"{result.baseline} (before tuning)"
+        before = f"your current setting, {result.baseline}"
         said.append(
             Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before, result.tolerance)
         )
@@ -97,7 +98,7 @@ def _choice(result: TuningRecord) -> list[Finding]:
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
 
-def _so_far(result: TuningRecord) -> Finding | None:
+def _so_far(result: TuningResult) -> Finding | None:
     """What an AutoLoader has while it tries; None where its best is the fastest of several that it has measured."""
     rates, baseline = {each.config: each.samples_per_s or 0.0 for each in result.trials}, result.baseline
     if len(rates) < 2 or not rates.get(baseline):
@@ -117,7 +118,7 @@ def _rate_words(rate: Interval | None, unit: str) -> str:
     return f": {number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
 
 
-def configurations_of(result: TuningRecord, width: int = WIDTH) -> str:
+def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     """The table of configurations with a legend: those of the rounds, those of the search, those that failed and why."""
     rows = ranking(result)
     if not rows:
@@ -125,7 +126,7 @@ def configurations_of(result: TuningRecord, width: int = WIDTH) -> str:
     shown = _shown(rows)
     has_rounds = any(row.source == "rounds" for row in shown)
     options = {tuple(row.config.words()) for row in shown if row.config.num_workers}
-    left_out = [*(["options"] if len(options) < 2 else []), *([] if has_rounds else ["rounds"])]
+    left_out = [*(["options"] if len(options) < 2 else []), *([] if has_rounds else ["rounds", "95% CI"])]
     groups = [[_cells(row, result) for row in shown if row.source == each] for each in ("rounds", "search", "failed")]
     kept = [[{n: cell for n, cell in cells.items() if n not in left_out} for cells in group] for group in groups]
     lines = [table_text(kept, wraps="options" if len(options) > 1 else "", width=width)]
@@ -150,7 +151,7 @@ def _shown(rows: Sequence[Standing]) -> list[Standing]:
     return [*kept, *(row for row in worked if row not in kept and (row.is_best or row.is_baseline)), *failed]
 
 
-def _cells(row: Standing, result: TuningRecord) -> dict[str, str]:
+def _cells(row: Standing, result: TuningResult) -> dict[str, str]:
     marks = {
         "kept" if row.is_best and result.status != "partial" else "before": row.is_baseline,
         "chosen" if result.status == "complete" else "so far": row.is_best,
@@ -164,51 +165,53 @@ def _cells(row: Standing, result: TuningRecord) -> dict[str, str]:
         "prefetch": UNKNOWN if config.prefetch_factor is None else str(config.prefetch_factor),
         "options": ", ".join(config.words()),
         result.rate_unit: number_text(row.rate.value) if row.rate else UNKNOWN,
-        "95% range": range_text(row.rate),
+        "95% CI": range_text(row.rate) if row.source == "rounds" else UNKNOWN,
         "rounds": str(row.rate.count) if row.rate and row.source == "rounds" else UNKNOWN,
         "wait": share_text(None if measured is None else measured.wait_share),
         "memory": bytes_text(None if measured is None else measured.taken_bytes),
     }
 
 
-def _facts(result: TuningRecord) -> Iterator[str]:
+def _facts(result: TuningResult) -> Iterator[str]:
     if result.bottleneck is not None:
-        yield result.bottleneck
+        yield str(result.bottleneck)
     if result.ceiling is not None:
-        yield f"Ceiling: {rate_text(result.ceiling.value)}, the rate of the training step alone, with its data in memory."
+        yield f"Ceiling: {rate_text(result.ceiling.value, result.rate_unit)}, the rate of training that never waits for data."
     if result.transfer_ceiling is not None:
-        rate = rate_text(result.transfer_ceiling.value)
+        rate = rate_text(result.transfer_ceiling.value, result.rate_unit)
         yield f"Transfer: {rate}, the most that DataLoader's workers can hand over to this step."
     if result.gpu_busy_share is not None:
         yield f"GPU: busy {share_text(result.gpu_busy_share)} of the time (from the first to the last kernel of each step)."
     if result.gpu_utilization is not None:
         yield f"GPU {share_text(result.gpu_utilization)} busy (NVML)."
     if result.source is not None:
-        yield result.source
+        yield str(result.source)
 
 
-def _stage_lines(times: Sequence[StageTime], width: int) -> list[str]:
-    """The longest stages as a table: share of a sample's time, seconds, seconds of computing, place."""
-    whole_s = sum(each.wall_s for each in times)
+def _stage_lines(result: TuningResult, width: int) -> list[str]:
+    """The longest stages as a table: seconds, seconds of computing, place, and the share of what limits training."""
+    by_cpu = Bottleneck.CPU.said_by(result.bottleneck)
+    name, field = ("CPU share", "cpu_share") if by_cpu else ("share", "wall_share")
+    shares = sorted(((getattr(each, field), each) for each in result.stages), key=lambda row: -row[0])
     rows = [
         {
             "stage": each.stage,
-            "share": share_text(each.wall_share),
+            name: share_text(share),
             "time": seconds_text(each.wall_s),
             "CPU time": seconds_text(each.cpu_s),
             "where": " ".join(tail_of(word, LONGEST_NAME) for word in each.where.split()),
         }
-        for each in times[:SHOWN_STAGES]
-        if max(each.wall_s, each.cpu_s) >= SMALL_STAGE * whole_s
+        for share, each in shares[:SHOWN_STAGES]
+        if share >= SMALL_STAGE
     ]
     return ["Time of a sample in a worker:", table_text([rows], wraps="where", width=width)] if rows else []
 
 
-def _how(result: TuningRecord) -> Iterator[str]:
+def _how(result: TuningResult) -> Iterator[str]:
     if result.step:
         yield f"Step: {result.step}."
     if result.ended is not None and result.status != "fallback":
-        yield result.ended
+        yield str(result.ended)
     if result.trials:
         yield f"{counted(len(result.trials), 'trial')} in {seconds_text(result.seconds)}."
     if (machine := result.machine) is not None:
@@ -217,16 +220,16 @@ def _how(result: TuningRecord) -> Iterator[str]:
         yield ", ".join(filter(None, [*told, bytes_text(machine.memory_bytes), gpu, f"torch {machine.torch}"])) + "."
 
 
-def comparison_summary(comparison: ComparisonRecord) -> str:
+def comparison_summary(comparison: Comparison) -> str:
     """Who is faster, a sentence for each side beside the first, and where the report is."""
-    return wrapped(" ".join([*_answers_of(comparison), Choice.REPORT(name="comparison")]), indent="")
+    return wrapped(" ".join(map(str, [*_answers_of(comparison), Choice.REPORT(name="comparison")])), indent="")
 
 
-def comparison_report(comparison: ComparisonRecord) -> str:
+def comparison_report(comparison: Comparison) -> str:
     """The table of the sides and what it says."""
     table = table_text([[_side_cells(comparison, side) for side in comparison.sides]])
     blocks: list[Sequence[str]] = [
-        _answers_of(comparison),
+        [str(each) for each in _answers_of(comparison)],
         [f"{side.name}: {side.bottleneck}" for side in comparison.sides if side.bottleneck is not None],
         [f"Warning: {each}" for each in comparison.notes],
         [f"{counted(len(comparison.rounds), 'A/B round')} in {seconds_text(comparison.seconds)}."],
@@ -234,7 +237,7 @@ def comparison_report(comparison: ComparisonRecord) -> str:
     return "\n\n".join([table, *("\n".join(map(wrapped, block)) for block in blocks if block)])
 
 
-def _answers_of(comparison: ComparisonRecord) -> list[Finding]:
+def _answers_of(comparison: Comparison) -> list[Finding]:
     """A sentence for each side beside the first, and for each that failed."""
     rates = list(comparison.rates)
     failed = [Answer.FAILED(name=side.name, error=side.error) for side in comparison.sides if side.error is not None]
@@ -245,16 +248,19 @@ def _answers_of(comparison: ComparisonRecord) -> list[Finding]:
     return [*failed, *(answer(name, ratio, rates[0]) for name, ratio in comparison.ratios.items())]
 
 
-def _side_cells(comparison: ComparisonRecord, side: Side) -> dict[str, str]:
+def _side_cells(comparison: Comparison, side: Side) -> dict[str, str]:
     measured, rate = side.measurement, comparison.rates.get(side.name)
-    cells = dict.fromkeys(("", comparison.rate_unit, "times as fast", "wait", "workers", "memory", "bottleneck"), "")
+    cells = dict.fromkeys(
+        ("", comparison.rate_unit, "speedup", "95% CI", "wait", "workers", "memory", "bottleneck"), ""
+    )
     cells |= {"": side.name, comparison.rate_unit: "failed", "workers": str(side.config.num_workers)}
     if measured is None or rate is None:
         return cells
     is_first = side.name == next(iter(comparison.rates))
     return cells | {
         comparison.rate_unit: number_text(rate.value),
-        "times as fast": "1" if is_first else ratio_text(comparison.ratios.get(side.name)),
+        "speedup": "1" if is_first else ratio_text(comparison.ratios.get(side.name)),
+        "95% CI": "" if is_first else limits_text(comparison.ratios.get(side.name)) or UNKNOWN,
         "wait": share_text(measured.wait_share),
         "memory": bytes_text(measured.taken_bytes),
         "bottleneck": UNKNOWN if side.bottleneck is None else side.bottleneck.kind.replace("_", " "),

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from autotune_loader.results.record import Finding, RateUnit
-from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, Round, log_ratios
+from autotune_loader.results.result import Finding
+from autotune_loader.values import Effects, Interval, LoaderConfig, Measurement, RateUnit, Round, log_ratios
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SURE = 0.95
 """Confidence with which all intervals of a comparison hold together."""
@@ -40,8 +44,12 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComparisonRecord:
-    """What was measured; `report.result.Comparison` adds the methods that show it."""
+class Comparison:
+    """The result of `compare()`: each side beside the first.
+
+    If the first side failed, the next one that worked takes its place. All intervals together hold with 95% confidence:
+    with m sides beside the first, each has an error of 5% / m (Bonferroni). They hold at any stopping time.
+    """
 
     sides: tuple[Side, ...]
     rounds: tuple[Round, ...] = ()
@@ -75,6 +83,28 @@ class ComparisonRecord:
     def ratios(self) -> dict[str, Interval]:
         """How many times as fast each side is as the first, from A/B rounds, without sides that failed."""
         return ratios_of(self.rounds, list(self.rates), len(self.sides))
+
+    def report(self) -> str:
+        """The table of the sides and the conclusions as text, 80 columns wide."""
+        from autotune_loader.report.text import comparison_report
+
+        return comparison_report(self)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per side: settings, rate and ratio with their limits, shares, bytes, bottleneck, error."""
+        from autotune_loader.report.frames import sides_frame
+
+        return sides_frame(self)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.report())}</pre>"
+
+    def __str__(self) -> str:
+        from autotune_loader.report.text import comparison_summary
+
+        return comparison_summary(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(side.name for side in self.sides)}: {len(self.rounds)} rounds>"

@@ -12,8 +12,7 @@ from autotune_loader.diagnosis import Caution, Ended, Undecided, judged
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT
 from autotune_loader.diagnosis.judge import changes_in_training, source_of
 from autotune_loader.report.perfetto import write_trace
-from autotune_loader.report.result import TuningResult
-from autotune_loader.results.record import Finding, Status
+from autotune_loader.results.result import Finding, Status, TuningResult
 from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.search.draws import equally_fast
 from autotune_loader.search.turns import LEAST_ROUNDS
@@ -47,7 +46,7 @@ def assembled(search: Search, seconds: float) -> TuningResult:
         batch_size=best.batch_size or data.batch_size,
         shuffle=run.workload.shuffles,
         drop_last=data.drop_last,
-        rate_unit="batches/s" if warmup.counts_batches else "samples/s",
+        rate_unit=warmup.rate_unit,
         ceiling=None if search.ceiling is None or best.batch_size else search.ceiling.samples_per_s,
         transfer_ceiling=None if handed is None or best.batch_size or best.device_prefetch else handed.samples_per_s,
         undecided=undecided,

@@ -21,20 +21,19 @@ import torch
 from autotune_loader.bursts.packing import Packed
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.diagnosis import Answer, Caution, Evidence, Finding, diagnose
-from autotune_loader.diagnosis.tables import answer
+from autotune_loader.diagnosis.messages import answer
+from autotune_loader.diagnosis.units import rate_text
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.reading import SIDES_APART
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.report.progress import make_progress
-from autotune_loader.report.result import Comparison
-from autotune_loader.results.comparison import Side, ratios_of
-from autotune_loader.results.record import RateUnit
+from autotune_loader.results.comparison import Comparison, Side, ratios_of
 from autotune_loader.search.belief import MAX_FAILURES
 from autotune_loader.search.turns import in_turns
 from autotune_loader.tuning.arguments import make_workloads
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.run import TuneOptions, make_context
-from autotune_loader.values import Failure, LoaderConfig, Measurement, Round, Trial, WorkloadError, averaged
+from autotune_loader.values import Failure, LoaderConfig, Measurement, RateUnit, Round, Trial, WorkloadError, averaged
 
 LEAST_ROUNDS = 4
 """With fewer rounds equal sides are called faster or slower too often (`studies.fidelity.selection`)."""
@@ -105,7 +104,7 @@ def compare(
             entrant.begin(machine, budget_left)
         for each in paired_rounds(trials, burst, budget_left):
             rounds.append(each)
-            rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in each.rates.items())
+            rates = ", ".join(f"{name} {rate_text(rate, unit)}" for name, rate in each.rates.items())
             shown.announce(f"round {len(rounds)}: {rates}")
     works = working(trials)
     return Comparison(

@@ -17,7 +17,7 @@ import optuna
 from optuna.storages import BaseStorage
 
 from autotune_loader.bursts.protocol import Probe
-from autotune_loader.diagnosis.tables import Caution, Ended
+from autotune_loader.diagnosis.messages import Caution, Ended
 from autotune_loader.report.progress import Progress
 from autotune_loader.search.belief import Belief, starting_s
 from autotune_loader.search.rule import begin_with
@@ -123,6 +123,7 @@ class Search:
         suggestions: Iterable[LoaderConfig] = (),
     ) -> None:
         self.run, self.budget, self._sampler, self._progress = run, budget, sampler, progress
+        progress.unit = run.warmup.rate_unit
         self._suggestions, self._repeats = list(suggestions), 0
         self.study, self._is_theirs = open_study() if study is None else study, study is not None
         if (job := self.study.user_attrs.get(JOB, run.identity)) != run.identity:

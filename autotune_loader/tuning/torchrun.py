@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from autotune_loader.bursts.protocol import Probe
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import BurstPlan, Failure, LoaderConfig, Measurement, TunerError
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from autotune_loader.bursts.protocol import Probe
 from autotune_loader.diagnosis.units import counted
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.report.progress import make_progress
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import answers_unknown_arguments, make_workload
 from autotune_loader.tuning.assemble import assembled, saved
 from autotune_loader.tuning.bursting import Budget

@@ -35,6 +35,7 @@ from autotune_loader.values.measurement import (
     FailurePhase,
     Measurement,
     MemoryUse,
+    RateUnit,
     Trial,
     averaged,
 )
@@ -75,14 +76,3 @@ from autotune_loader.values.trace import (
     spans_of,
     stage_times,
 )
-
-__all__ = [
-    "ALLOWABLE", "BURSTS_DIFFER", "FOR_AUTOLOADER", "MAIN_PROCESS", "OTHER_THREADS", "PINNING_THREAD",
-    "TORCH_PREFETCH_FACTOR", "TRANSFER", "TYPICAL_NOISE", "WITHOUT_WORKERS", "Z_95", "BatchTrace", "BurstPlan",
-    "ConfigFileError", "Effects", "Failure", "FailureKind", "FailurePhase", "Interval", "LoaderConfig",
-    "LoaderTrace", "MachineMismatchError", "Measurement", "MemoryUse", "MissingExtraError", "PlatformError", "Round", "Sampled",
-    "Seen", "Span", "StageSamples", "StageTime", "Trial", "TunerError", "WorkloadError", "after_first_of_each",
-    "averaged", "correlated_mean_interval", "fields_of", "from_plain", "log_ratios", "mean_interval", "nearest", "pooled",
-    "replacing", "require_bool", "require_choice", "require_int", "require_writable", "spans_of", "stage_times",
-    "student_t_quantile", "to_plain", "what_works", "write_json",
-]  # fmt: skip

@@ -29,6 +29,8 @@ FailureKind = Literal[
     "infeasible",  # vetoed by arithmetic before it was tried
     "no_data",  # the loader delivered nothing, or only what another worker delivered too
 ]
+RateUnit = Literal["samples/s", "batches/s"]
+"""Batches where it is not known how many samples they hold."""
 FailurePhase = Literal["plan", "start", "first_batch", "batches", "step", "shutdown"]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -42,6 +42,10 @@ class Interval:
         numbers = (self.value, self.low, self.high)
         value, low, high = (f"{each:,.0f}" if abs(each) >= 99.95 else f"{each:#.3g}" for each in numbers)
         return f"{value} ({low} to {high})" if self.is_telling else value
+
+    def scaled(self, factor: float) -> Interval:
+        """The same of a quantity that is so many times as large."""
+        return replace(self, value=factor * self.value, low=factor * self.low, high=factor * self.high)
 
     @property
     def is_telling(self) -> bool:

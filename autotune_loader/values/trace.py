@@ -119,9 +119,19 @@ class StageTime:
     cpu_s: float  # CPU seconds for each sample
 
     @property
+    def is_library(self) -> bool:
+        """Whether it is a library's function, which has no line of the user's."""
+        return not is_line(self.where)
+
+    @property
     def waited_s(self) -> float:
         """Seconds of waiting for anything but a core, for each sample."""
         return max(0.0, self.wall_s - self.cpu_s)
+
+
+def is_line(where: str) -> bool:
+    """Whether it is a line of the user's, such as "photos.py:41", and not a library's function, such as "PIL.Image.open"."""
+    return where.rpartition(":")[2].isdigit()
 
 
 class Seen(NamedTuple):
@@ -166,11 +176,11 @@ def stage_times(burst: StageSamples | None) -> tuple[StageTime, ...]:
     if others_s > OTHERS_SHARE * burst.cpu_s:
         rows.append(Seen(OTHER_THREADS, "threads of the dataset or of its libraries", 0.0, others_s))
     all_wall_s, all_cpu_s = math.fsum(row.wall_s for row in rows), math.fsum(row.cpu_s for row in rows)
-    stages: dict[str, list[Seen]] = {}
-    for row in rows:
-        stages.setdefault(row.stage, []).append(row)
+    stages: dict[tuple[str, bool], list[Seen]] = {}
+    for row in rows:  # a function of the user's may have the name of a library's stage
+        stages.setdefault((row.stage, is_line(row.where)), []).append(row)
     times = []
-    for stage, own in stages.items():
+    for (stage, _), own in stages.items():
         wall_s, cpu_s = math.fsum(row.wall_s for row in own), math.fsum(row.cpu_s for row in own)
         times.append(
             StageTime(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from autotune_loader.diagnosis.tables import Answer, answer
+from autotune_loader.diagnosis.messages import Answer, answer
 from autotune_loader.results.comparison import ratios_of
 from autotune_loader.tuning.bursting import Budget
 from autotune_loader.tuning.compare import paired_rounds

@@ -273,7 +273,7 @@ def as_dataset():
     return Job(given=Items(dl.do_item, dl.n), model=convolutions(), options=options, epoch=epoch)
 #> `ImageDataLoaders.from_folder(...)`
 Job(given=make(), model=convolutions())
-#> `AsDataset(dls.train)`, with `collate_fn=dls.train.do_batch`
+#> a dataset whose `__getitem__(i)` is `dls.train.do_item(i)`, with `collate_fn=dls.train.do_batch`
 as_dataset()
 """,
     "nvidia-dali-cuda120": """

@@ -23,7 +23,7 @@ from typing import Any
 
 import optuna
 
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.assemble import assembled
 from autotune_loader.values import BurstPlan, Interval, LoaderConfig, Measurement
 from studies.regret import NEAR, OURS, WITH_TPE, Outcome, table, verdict_of

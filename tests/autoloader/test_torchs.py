@@ -89,7 +89,7 @@ def test_a_name_that_torch_has_changed_is_found() -> None:
     module: Any = ModuleType("torch.utils.data._utils.worker")
     module._process_worker_loop = newer = object()
     assert torchs.named(module, "_worker_loop", "_process_worker_loop") is newer
-    says = r"has no _a and no _b in torch\.utils\.data\._utils\.worker .* Try another version"
+    says = r"has no _a and no _b in torch\.utils\.data\._utils\.worker, .*Try another version"
     with pytest.raises(ImportError, match=says):
         torchs.named(module, "_a", "_b")
 

@@ -1,5 +1,6 @@
-"""Every sentence of `diagnosis.tables`: which case gives it, and that it can be said."""
+"""Every sentence of `diagnosis.messages`: which case gives it, and that it can be said."""
 
+import inspect
 import re
 import string
 import time
@@ -25,8 +26,8 @@ from report.example import STAGES, ran
 from autotune_loader import AutoLoader, LoaderConfig
 from autotune_loader.autoloader import iterator, live
 from autotune_loader.autoloader.births import Births
-from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Kept, Undecided, diagnose
-from autotune_loader.diagnosis.tables import Fact, Table
+from autotune_loader.diagnosis import Advice, Bottleneck, Caution, Kept, Undecided, diagnose, judge
+from autotune_loader.diagnosis.messages import Fact, Table
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.tuning.assemble import assembled, choice_of
 from autotune_loader.values import Interval
@@ -37,47 +38,48 @@ from tests.support.tuned import simulated_run, simulated_search
 ROWS = {f"{table.__name__}.{row.name}": row for table in Table.__subclasses__() for row in table}
 # A case of test_diagnosis.py, and the rows that it gives, in order.
 BY_DIAGNOSIS = {
-    "the CPU": "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_TRANSFORMS",
-    "the CPU beside a step": "CPU CPU_OF_BATCH WAITS SHARED_CORES AT_MOST CHEAPER_TRANSFORMS",
-    "all cores in use": "CPU CPU_OF_BATCH CORES WAITS AT_MOST CHEAPER_TRANSFORMS",
-    "a slow stage": "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_STAGE",
+    "the CPU": "CPU CPU_OF_BATCH WAITS ABOUT CHEAPER_TRANSFORMS",
+    "the CPU beside a step": "CPU CPU_OF_BATCH WAITS SHARED_CORES CHEAPER_TRANSFORMS",
+    "the CPU, beside an accelerator": "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_TRANSFORMS",
+    "all cores in use": "CPU CPU_OF_BATCH CORES WAITS ABOUT CHEAPER_TRANSFORMS",
+    "a slow stage": "CPU CPU_OF_BATCH WAITS ABOUT CHEAPER_STAGE",
     "a step that was passed": "CEILING_PASSED CPU CPU_OF_BATCH WAITS MUCH CHEAPER_TRANSFORMS",
     "the step": "STEP WAITS OF_CEILING SPEED_UP_STEP",
     "fetches sleep, and are in time": "STEP WAITS OF_CEILING SPEED_UP_STEP",
-    "storage": "STORAGE WAITED WAITS AT_MOST LARGER_READS",
-    "a stage that waits": "STORAGE WAITED STAGE_WAITS WAITS AT_MOST LARGER_READS",
-    "a core that is waited for": "CORES FOR_A_CORE WAITS AT_MOST FEWER_WORKERS",
-    "a core, without workers": "CORES FOR_A_CORE WAITS AT_MOST MORE_CORES",
+    "storage": "STORAGE WAITED WAITS ABOUT LARGER_READS",
+    "a stage that waits": "STORAGE WAITED STAGE_WAITS WAITS ABOUT LARGER_READS",
+    "a core that is waited for": "CORES FOR_A_CORE WAITS ABOUT FEWER_WORKERS",
+    "a core, without workers": "CORES FOR_A_CORE WAITS ABOUT MORE_CORES",
     "no storage": "TRANSFER RECEIVING WAITS ABOUT TRANSFER_LESS AUTOLOADER_TRANSFERS",
-    "a step beside other processes": "CPU CPU_OF_BATCH WAITS BUSY AT_MOST CHEAPER_TRANSFORMS",
-    "transfers": "TRANSFER RECEIVING WAITS AT_MOST TRANSFER_LESS AUTOLOADER_TRANSFERS",
+    "a step beside other processes": "CPU CPU_OF_BATCH WAITS BUSY ABOUT CHEAPER_TRANSFORMS",
+    "transfers": "TRANSFER RECEIVING WAITS ABOUT TRANSFER_LESS AUTOLOADER_TRANSFERS",
     "batches without tensors":
-        "TRANSFER RECEIVING_ONE WAITS AT_MOST LARGER_BATCHES AUTOLOADER_TRANSFERS",
+        "TRANSFER RECEIVING_ONE WAITS ABOUT LARGER_BATCHES AUTOLOADER_TRANSFERS",
     "small batches": "TRANSFER RECEIVING WAITS MUCH LARGER_BATCHES AUTOLOADER_TRANSFERS",
-    "handing over": "TRANSFER HANDED_OVER PINNING WAITS AT_MOST TRANSFER_LESS AUTOLOADER_TRANSFERS",
+    "handing over": "TRANSFER HANDED_OVER PINNING WAITS ABOUT TRANSFER_LESS AUTOLOADER_TRANSFERS",
     "the CPU, before handing over":
-        "CPU CPU_OF_BATCH WAITS AT_MOST WORKERS_AT_MOST CHEAPER_TRANSFORMS",
+        "CPU CPU_OF_BATCH WAITS ABOUT WORKERS_AT_MOST CHEAPER_TRANSFORMS",
     "handing over in time": "CEILING_PASSED CPU CPU_OF_BATCH WAITS ABOUT CHEAPER_TRANSFORMS",
-    "handing over, without workers": "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_TRANSFORMS",
-    "a fetch that no clock saw": "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_TRANSFORMS",
-    "copies, handed over": "COPY COPYING WAITS AT_MOST COPY_AHEAD TRANSFER_LESS",
-    "copies": "COPY COPYING WAITS AT_MOST COPY_AHEAD TRANSFER_LESS",
-    "copies ahead": "COPY COPYING WAITS AT_MOST TRANSFER_LESS",
-    "memory that ran out": "MEMORY RAN_OUT WAITS AT_MOST SMALLER_WORKERS",
-    "shared memory": "MEMORY RAN_OUT WAITS AT_MOST MORE_SHARED_MEMORY",
+    "handing over, without workers": "CPU CPU_OF_BATCH WAITS ABOUT CHEAPER_TRANSFORMS",
+    "a fetch that no clock saw": "CPU CPU_OF_BATCH WAITS CHEAPER_TRANSFORMS",
+    "copies, handed over": "COPY COPYING WAITS ABOUT COPY_AHEAD TRANSFER_LESS",
+    "copies": "COPY COPYING WAITS ABOUT COPY_AHEAD TRANSFER_LESS",
+    "copies ahead": "COPY COPYING WAITS ABOUT TRANSFER_LESS",
+    "memory that ran out": "MEMORY RAN_OUT WAITS ABOUT SMALLER_WORKERS",
+    "shared memory": "MEMORY RAN_OUT WAITS ABOUT MORE_SHARED_MEMORY",
     "starting epochs": "START_UP WAITS KEEP_WORKERS",
-    "in memory": "IN_MEMORY WAITS MUCH BATCHED_FETCH AUTOLOADER_TRANSFERS",
-    "in memory, in batches": "IN_MEMORY WAITS MUCH AUTOLOADER_TRANSFERS",
+    "in memory": "IN_MEMORY WAITS ABOUT BATCHED_FETCH",
+    "in memory, in batches": "IN_MEMORY WAITS ABOUT LEAVE_IT",
     "another loader": "LITTLE LEAVE_IT",
     "too short": "TOO_SHORT",
     "no step": "NO_STEP KEEP_ITERATOR",
     "forked from a process with CUDA":
-        "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_TRANSFORMS FORKED_INITIALIZED "
+        "CPU CPU_OF_BATCH WAITS ABOUT CHEAPER_TRANSFORMS FORKED_INITIALIZED "
         "FORKSERVER_BY_AUTOLOADER",
     "the same, by AutoLoader":
-        "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_TRANSFORMS FORKED_INITIALIZED FORKSERVER",
+        "CPU CPU_OF_BATCH WAITS ABOUT CHEAPER_TRANSFORMS FORKED_INITIALIZED FORKSERVER",
     "forked from a large process":
-        "CPU CPU_OF_BATCH WAITS AT_MOST CHEAPER_TRANSFORMS FORKED_LARGE FORKSERVER_BY_AUTOLOADER",
+        "CPU CPU_OF_BATCH WAITS ABOUT CHEAPER_TRANSFORMS FORKED_LARGE FORKSERVER_BY_AUTOLOADER",
     "fetches that no clock saw": "UNCLEAR WAITS OF_CEILING",
     "never waits, yet slow": "UNCLEAR WAITS OF_CEILING",
     "rarely fetches": "UNCLEAR WAITED FETCHES BUSY WAITS OF_CEILING",
@@ -141,6 +143,36 @@ def test_every_row_has_a_case():
     quoted = {name for name, row in ROWS.items() if f'"{row.kind}"' in tests}
     words = {name for name, its in BY_WORDS.items() if its in tests and its in ROWS[name].value}
     assert sorted(ROWS.keys() - given - named - own - quoted - words) == []
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+PACKAGE = DOCS.parent / "autotune_loader"
+
+
+def test_the_page_has_the_codes_order():
+    page = (DOCS / "bottleneck.md").read_text()
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, flags=re.MULTILINE)
+    told = [kind for row in rows for kind in re.findall(r"\w+", row)]
+    code = inspect.getsource(judge._row) + inspect.getsource(judge._cpu_or_storage)
+    asked = dict.fromkeys(re.findall(r"Bottleneck\.([A-Z_]+)", code))
+    assert told == [*(name.lower() for name in asked if name != "UNCLEAR"), "unclear"]
+
+
+def test_quoted_symptoms_are_what_is_said():
+    page = (DOCS / "symptoms.md").read_text()
+    quoted = re.findall(r"^\| (`.*?`)(?: \||, or its)", page, flags=re.MULTILINE)
+    code = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    said = " ".join(re.sub(r"\{[^{}]*\}|\"\n *f?\"", "", code).split())
+    missing = [
+        each for row in quoted for each in re.findall("`(.*?)`", row) if is_unsaid(each, said)
+    ]
+    assert missing == []
+
+
+def is_unsaid(quote, said):
+    """Whether the words of a message without its figures and names stand nowhere."""
+    words = re.sub(r"failed: |sample \d+ |train_step |\S+/\S+", "", quote).strip().rstrip(".")
+    return words.replace("shared memory", "shared_memory") not in said
 
 
 BUSY = SimulatedMachine(neighbours=4.0)
@@ -242,8 +274,9 @@ def test_a_loader_without_workers_gives_its_row(row, monkeypatch):
     assert row.said_by(loader.found.kept)
 
 
-FIGURES = {"share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "rate": 1234.5, "": "words"}
-FIGURES |= {"ratio": Interval(value=2.31, low=2.2, high=2.42, count=4), ".2f": 2.25, ".1f": 12.8}
+FIGURES = {"share": 0.25, "bytes": 1 << 20, "seconds": 0.02, "number": 1234.5, "": "words"}
+RATIO = Interval(value=2.31, low=2.2, high=2.42, count=4)
+FIGURES |= {"ratio": RATIO, "confidence": RATIO, ".2f": 2.25, ".1f": 12.8}
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

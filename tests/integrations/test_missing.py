@@ -7,7 +7,7 @@ from autotune_loader.demo import make_jpegs
 from autotune_loader.integrations.accelerate import tune_before_prepare
 from autotune_loader.integrations.lightning import tuned
 from autotune_loader.integrations.transformers import tune_trainer
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import LoaderConfig, MissingExtraError
 
 GUESS = TuningResult(best=LoaderConfig(), status="fallback")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autotune_loader.diagnosis import Caution, Ended, judged
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import (
     BurstPlan,
     Failure,
@@ -39,8 +39,8 @@ def _stage(stage, where, wall_share, cpu_share):
 
 
 STAGES = (
-    _stage("decode", "photos.py:41, PIL.Image.convert", 0.6, 0.75),
-    _stage("read", "photos.py:40, open", 0.3, 0.1),
+    _stage("decode", "PIL.ImageFile.ImageFile.load", 0.6, 0.75),
+    _stage("read", "PIL.Image.open", 0.3, 0.1),
     _stage("Flip", "torchvision.Flip", 0.1, 0.15),
 )
 FULL = Failure(

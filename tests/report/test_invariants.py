@@ -12,8 +12,8 @@ import pytest
 from report.example import ran
 
 from autotune_loader.report.ranking import ranking
-from autotune_loader.report.result import Comparison, TuningResult
-from autotune_loader.results.comparison import Side
+from autotune_loader.results.comparison import Comparison, Side
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import LoaderConfig, Round
 from tests.support import SimulatedMachine, simulated_result
 

@@ -7,7 +7,7 @@ import sys
 
 from report.example import FULL, STAGES
 
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import LoaderConfig
 
 NOTHING = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())

@@ -16,7 +16,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.values import LoaderConfig
 from tests.support.schedules import Stream

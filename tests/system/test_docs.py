@@ -20,7 +20,7 @@ import pytest
 import autotune_loader
 from autotune_loader import AutoLoader, Comparison, LoaderConfig, TuningResult, tune
 from autotune_loader.cli.parser import Command
-from autotune_loader.results.record import FILE_ONLY, NOT_IN_FILE
+from autotune_loader.results.result import FILE_ONLY, NOT_IN_FILE
 from tests.support.bench import Bench
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.report.result import TuningResult
+from autotune_loader.results.result import TuningResult
 from autotune_loader.tuning import torchrun
 from autotune_loader.tuning.torchrun import (
     Ranks,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autotune_loader import LoaderConfig, TuningResult, compare, load_config, tune
 from autotune_loader.diagnosis import Caution
-from autotune_loader.diagnosis.tables import answer
+from autotune_loader.diagnosis.messages import answer
 from autotune_loader.results.comparison import ratios_of
 from autotune_loader.tuning.bursting import ROUND_BURST, Budget
 from autotune_loader.tuning.compare import LEAST_ROUNDS, paired_rounds, working
@@ -185,8 +185,8 @@ def test_a_trace_that_fails_costs_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr("autotune_loader.tuning.assemble.write_trace", full)
     result = tuned(monkeypatch, output=path, trace=tmp_path / "trace.json", budget=2)
     told = f"{tmp_path / 'trace.json'} was not written (No space left on device)."
-    assert result.warnings[-1] == told
-    assert TuningResult.load(path).warnings[-1] == told
+    assert result.warnings[-1].sentence == told
+    assert TuningResult.load(path).warnings[-1].sentence == told
 
 
 # compare()
@@ -224,7 +224,7 @@ def test_the_faster_side_is_told_with_its_cause(monkeypatch):
 def test_the_next_side_replaces_a_first_that_fails(monkeypatch):
     found = compared(monkeypatch, broken=AT_ONCE, now=SLOW, cached=FAST)
     assert found.ratios.keys() == {"cached"}
-    assert "as fast as now in" in " ".join(found.report().split())
+    assert "faster than now (95% CI" in " ".join(found.report().split())
 
 
 def test_a_side_may_fail_once(monkeypatch):

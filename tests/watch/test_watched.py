@@ -344,8 +344,8 @@ def test_a_thread_that_reads_ahead_is_not_judged(way, is_ahead, capsys):
         way(slow)
         assert enabled.is_waiting_too_long != is_ahead
     told = " ".join(capsys.readouterr().err.split())
-    assert (Caution.READ_AHEAD(thread="ahead_0") in told) == (way is in_a_pool)
-    assert (Caution.READ_AHEAD(thread="ahead") in told) == (way is in_a_queue)
+    assert (str(Caution.READ_AHEAD(thread="ahead_0")) in told) == (way is in_a_pool)
+    assert (str(Caution.READ_AHEAD(thread="ahead")) in told) == (way is in_a_queue)
 
 
 def test_a_first_line_is_said_once_unless_stopped():

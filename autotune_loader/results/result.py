@@ -1,6 +1,6 @@
 """What a run found, as one value: what to use, what was measured, what can be said of it.
 
-`report.result.TuningResult` is this record with the methods that show it.
+Methods that show it import `report` when they are called: reading a file and deciding need none of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from autotune_loader.machine.facts import Fingerprint
@@ -19,6 +20,7 @@ from autotune_loader.values import (
     Interval,
     LoaderConfig,
     Measurement,
+    RateUnit,
     StageTime,
     Trial,
     averaged,
@@ -29,6 +31,8 @@ from autotune_loader.values import (
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
     from optuna import Study
     from torch.utils.data import DataLoader
     from typing_extensions import Self
@@ -38,7 +42,6 @@ else:
     Study = Any  # importing Optuna takes a second, and no file holds one
 
 log = logging.getLogger(__name__)
-RateUnit = Literal["samples/s", "batches/s"]
 Status = Literal["complete", "undecided", "partial", "fallback"]
 FoundBy = Literal["tune", "autoloader", "watch"]
 NOT_IN_FILE = ("best", "study", "parts")
@@ -49,52 +52,29 @@ ORDER = ("shuffle", "sampler", "batch_sampler")
 """Arguments of DataLoader that decide the order of the samples."""
 
 
-class Finding(str):
-    """What can be said of a run: its sentence, with a name. The tables in `diagnosis` make it; code decides by `kind`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What can be said of a run: a sentence with a name. `diagnosis.messages` has all of them; code decides by `kind`."""
 
     kind: str
     """Such as "cpu" or "larger_reads": the name of its row, in lower case."""
-    gain: float | None
+    sentence: str
+    """For people; `str()` gives it, too."""
+    gain: float | None = None
     """What it is worth at most, relative to the rate now: 0.5 is half as fast again. None where nothing bounds it."""
 
-    def __new__(cls, *, kind: str, sentence: str, gain: float | None = None) -> Finding:
-        self = super().__new__(cls, sentence)
-        self.kind, self.gain = kind, gain
-        return self
-
-    @property
-    def sentence(self) -> str:
-        """For people."""
-        return str(self)
-
-    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
-        return (), self.to_plain()
-
-    def to_plain(self) -> dict[str, Any]:
-        """Its entry in `loader.json`."""
-        gain = {} if self.gain is None else {"gain": self.gain}
-        return {"kind": self.kind, "sentence": str(self), **gain}
-
-    @classmethod
-    def from_plain(cls, raw: Any) -> Finding:
-        """The inverse of `to_plain`.
-
-        Raises:
-            ValueError: `raw` is not a finding.
-        """
-        match raw:
-            case {"kind": str(kind), "sentence": str(sentence)}:
-                gain = raw.get("gain")
-            case _:
-                raise ValueError(f"{raw!r:.60} is not a finding with a kind and a sentence")
-        if not isinstance(gain, (int, float, type(None))):
-            raise ValueError(f"gain={gain!r:.60} is not a number")
-        return cls(kind=kind, sentence=sentence, gain=gain)
+    def __str__(self) -> str:
+        return self.sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningRecord:
-    """What was found and what it rests on; `TuningResult` adds the methods that show it."""
+class TuningResult:
+    """The result of `tune()`, of an AutoLoader, or of `run`: what was found and what it rests on.
+
+    `TuningResult.load(path)` equals the result that was saved. The file does not have the study, the times of single
+    batches, and the objects of the tuned loader that `make_loader()` uses. Pictures need matplotlib; without it they
+    raise `MissingExtraError`.
+    """
 
     best: LoaderConfig
     """The cheapest configuration of those that are as fast as the fastest. All settings are for each training process."""
@@ -119,7 +99,8 @@ class TuningRecord:
     speedup: Interval | None = None
     """Rate of the best over that of the baseline, from paired rounds; None where none were run, or they are the same."""
     ceiling: Interval | None = None
-    """Rate of the training step alone, data already in memory: no loader can exceed it."""
+    """Rate of training that never waits for data: on an accelerator that of the step alone, data already in memory; on a CPU,
+    whose cores step and loader share, `rate / (1 - wait_share)` if that is less."""
     transfer_ceiling: Interval | None = None
     """Rate of the step on batches that lie ready in DataLoader's workers, which no number of them can exceed; None off an
     accelerator."""
@@ -329,6 +310,76 @@ class TuningRecord:
         found = [] if self.machine is None else differences_here(self.machine)[1]
         ordered = sorted(found, key=lambda each: not each.matters)
         return [f"{'!' if each.matters else '~'} {each.sentence}" for each in ordered]
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """The settings to use, the speedup, the bottleneck, why the search ended, and warnings: a sentence each."""
+        from autotune_loader.report.text import sentences_of
+
+        return tuple(map(str, sentences_of(self)))
+
+    def report(self) -> str:
+        """The result as text, 80 columns wide: table, bottleneck, stages, advice, warnings."""
+        from autotune_loader.report.text import report_of
+
+        return report_of(self)
+
+    def to_dataframe(self, of: Literal["trials", "stages"] = "trials") -> pd.DataFrame:
+        """Return one row per trial, or `"stages"` for one row per stage of a sample in a worker.
+
+        Units are in the names: `_s` seconds, `_bytes` bytes, `_share` 0 to 1. The columns are always the same.
+        """
+        from autotune_loader.report import frames
+
+        return frames.stages_frame(self) if of == "stages" else frames.trials_frame(self)
+
+    def plot_workers(self) -> Figure:
+        """Plot rates over the number of workers: what ran, with intervals of A/B rounds, and what the model expects."""
+        from autotune_loader.report import plots
+
+        return plots.plot_workers(self)
+
+    def plot_stages(self) -> Figure:
+        """Plot the self time of each stage of a sample in a worker: CPU time and waiting."""
+        from autotune_loader.report import plots
+
+        return plots.plot_stages(self)
+
+    def plot_timeline(self, trial: int | None = None) -> Figure:
+        """Plot the last batches of one trial: what each worker loaded, and when the training loop waited and stepped.
+
+        Args:
+            trial: Number of the trial; by default the last one with the chosen setting.
+
+        Raises:
+            ValueError: There is no such trial, it failed, or the result was loaded from a file, which has no single
+                batches.
+        """
+        from autotune_loader.report import plots
+
+        return plots.plot_timeline(self, trial)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Write an HTML page with the report and the pictures; it needs no other file.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        from autotune_loader.report.page import page_of
+
+        page = page_of(self)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(page, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from autotune_loader.report.page import notebook_html
+
+        return notebook_html(self)
+
+    def __str__(self) -> str:
+        from autotune_loader.report.text import summary_of
+
+        return summary_of(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.status}: {self.best}>"

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from autotune_loader.diagnosis.units import Units, is_claimed, is_slower
-from autotune_loader.results.record import Finding
+from autotune_loader.results.result import Finding
 from autotune_loader.values import Interval
 
 _UNITS = Units()
@@ -38,7 +38,7 @@ class Bottleneck(Table):
     STEP = "Bottleneck: the training step."
     CPU = "Bottleneck: CPU."
     STORAGE = "Bottleneck: waiting for storage or network."
-    CORES = "Bottleneck: waiting for a core."
+    CORES = "Bottleneck: CPU contention (more runnable processes than cores)."
     TRANSFER = "Bottleneck: transferring batches from the workers to the training process."
     COPY = "Bottleneck: copying batches to the device."
     MEMORY = "Bottleneck: memory."
@@ -55,11 +55,11 @@ class Fact(Table):
     """The figures behind a bottleneck."""
 
     WAITS = "The training loop waits for data {wait:share} of the time."
-    AT_MOST = "With instant data, training would be at most {factor:.2f}x as fast."
-    ABOUT = "With instant data, training would be about {factor:.1f}x as fast."
-    MUCH = "With instant data, training would be more than 10x as fast."
-    WORKERS_AT_MOST = "DataLoader's workers could make it at most {factor:.2f}x as fast."
-    OF_CEILING = "It runs at {rate:rate}; the step alone runs at {ceiling:rate}."
+    AT_MOST = "With instant data, training would be at most {factor:.2f}x faster."
+    ABOUT = "With instant data, training would be about {factor:.1f}x faster."
+    MUCH = "With instant data, training would be more than 10x faster."
+    WORKERS_AT_MOST = "DataLoader's workers could make it at most {factor:.2f}x faster."
+    OF_CEILING = "It runs at {rate:number} {unit}; the step alone runs at {ceiling:number} {unit}."
     CPU_OF_BATCH = "Per batch: {cpu:seconds} of CPU to load, {step:seconds} to train."
     CORES = "{share:share} of {cores:# core} are busy."
     WAITED = "Loading a batch takes {fetch:seconds}, of which {cpu:seconds} are CPU time."
@@ -69,8 +69,8 @@ class Fact(Table):
     SHARED_CORES = (
         "A step takes {step:seconds} in training and {alone:seconds} alone: it shares the CPU cores with the loader."
     )
-    FETCHES = "A worker loads data {share:share} of its time."
-    STAGE_WAITS = "{stage} is {share:share} of a worker's wait ({where})."
+    FETCHES = "Each worker spends {share:share} of its time loading data."
+    STAGE_WAITS = "{share:share} of a worker's waiting is in {stage} ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
     HANDED_OVER = (
         "DataLoader's workers hand over a batch that lies ready every {handed:seconds}, however many they are; the step alone "
@@ -163,7 +163,7 @@ class Advice(Table):
     FEWER_WORKERS = (
         "Use fewer than {workers} workers (num_workers=0 if the samples are in memory), or a machine with more cores."
     )
-    SPREAD_SHARDS = "Use at most {busy:# worker}, or write more shards: each worker needs its own."
+    SPREAD_SHARDS = "Use at most {busy:# worker}, or write more shards: a worker without a shard is idle."
     CHEAPER_STAGE = (
         "Speed up {stage} ({where}), which takes {share:share} of a worker's CPU time ({cpu:seconds} per sample){how}."
     )
@@ -173,7 +173,8 @@ class Advice(Table):
     LARGER_READS = "Read larger chunks (tar shards, Parquet), or read from a local disk."
     TRANSFER_LESS = "Transfer less data (uint8 instead of float32, crops made in the worker): a batch has {size:bytes}."
     COPY_AHEAD = (
-        'Copy batches ahead of the step: tune(..., allow="device_prefetch") tries it, DevicePrefetcher does it.'
+        'Copy batches ahead of the step: let tune(..., allow="device_prefetch") try it, or wrap the loader in '
+        "DevicePrefetcher."
     )
     LARGER_BATCHES = "Use larger batches: transferring a small one takes hardly less time."
     AUTOLOADER_TRANSFERS = (
@@ -207,12 +208,12 @@ class Choice(Table):
 
     USE = "Use {best}{rate}."
     KEEP = "Keep {best}, your current setting{rate}."
-    NOTHING_FASTER = "No setting that was tried is more than {tolerance:share} faster."
-    COSTS_LESS = "It counts as equally fast and uses fewer resources."
+    NOTHING_FASTER = "No other setting that was tried is more than {tolerance:share} faster."
+    COSTS_LESS = "It uses fewer resources."
     IF_MEMORY = "Keep your settings if memory matters."
     NOT_COMPARED = "It was not compared with {baseline} in A/B rounds."
     SO_FAR = "This is the best so far."
-    NOT_SETTLED = "Best so far: {best}, {factor:.1f}x the rate of {baseline}. The comparison is not finished."
+    NOT_SETTLED = "Best so far: {best}, {factor:.1f}x faster than {baseline}. The comparison is not finished."
     NOTHING_YET = "Best so far: {baseline}. Nothing else has been measured yet."
     REPORT = "{name}.report() shows the table."
 
@@ -245,13 +246,13 @@ class Ended(Table):
     FAILING = "Search ended: one trial after another failed."
     INTERRUPTED = "Search ended: it was interrupted."
     ASKED = "Search ended: study.stop() was called."
-    FALLBACK = "No setting worked. The fallback is PyTorch's defaults."
+    FALLBACK = "No setting worked. Falling back to PyTorch's defaults."
 
 
 class Kept(Table):
     """Why the number of workers stays what was asked for."""
 
-    NO_CONSENT = "num_workers=0 uses no workers: leave num_workers out of AutoLoader, or use `run --allow-workers`."
+    NO_CONSENT = "num_workers=0 disables workers: omit it in AutoLoader, or use `run --allow-workers`."
     FROZEN = "tune=False turns tuning off."
     OWN_ITERATOR = "{kind} has its own iterator."
     NOT_TUNED = "AutoLoader cannot tune it: {error}"
@@ -272,7 +273,7 @@ class Kept(Table):
     NOT_COMPARED = "A worker's batch cannot be compared with that of the training process: {error}"
     WORKER_ERROR = "A worker raised an exception that the training process does not: {error}"
     WORKERS_LOST = "Workers died repeatedly: {error}"
-    DATASET_CHANGES = "Loading a sample changes {what}, which the training process would not see from workers."
+    DATASET_CHANGES = "Loading a sample modifies {what}; in a worker that change would be lost."
     SAMPLER_DRAWS = "The sampler draws from a global random generator between batches; give it its own generator."
     DAEMONIC = "This process is daemonic, so it cannot start workers."
 
@@ -290,19 +291,20 @@ class Caution(Table):
     )
     STORAGE_LOST = "The storage of study={name!r} failed ({why}): the search went on in memory, in result.study."
     EPOCH_STARTS = (
-        "Workers restart in each epoch, and epochs are short: the choice is by whole epochs, while rates and ratios exclude "
-        "the restarts."
+        "Workers restart in each epoch, and epochs are short: whole epochs were compared; the rates shown exclude worker "
+        "start-up."
     )
     FEWER_SAMPLES = "drop_last=True: each of {workers} workers drops its own last batch, so an epoch has fewer samples."
     DISTURBED = "Other processes used more than {limit:share} of the CPU in {busy} of {rounds:# A/B round}."
     NOT_WRITTEN = "{path} was not written ({why}). Save the result elsewhere with result.save()."
     CEILING_PASSED = (
-        "The step alone ran at {alone:rate}, and steps in training at up to {rate:rate}: the ceiling is not shown."
+        "The step alone ran at {alone:number} {unit}, and steps in training at up to {rate:number} {unit}, so no ceiling is "
+        "reported."
     )
     BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which says nothing about convergence."
     READ_TWICE = (
-        "The trials read more than the {samples} samples that there are: who read one once more may have had it from memory, "
-        "and the first epoch may differ by more."
+        "The trials read more than the {samples} samples of the dataset: some were read again and may have come from memory, "
+        "so the first epoch may be slower."
     )
     READ_AHEAD = "Thread {thread} reads batches ahead of training: the wait is that of the thread, not of training."
     WAITS_TOO_LONG = "{name}: the training loop waits {share:share} of its time; --fail-if-wait allows {most:share}."
@@ -330,26 +332,33 @@ class Source(Table):
 class Answer(Table):
     """Which of two is faster: the one wording, wherever a gain is told."""
 
-    FASTER = "{name} is {ratio:ratio} as fast as {other} in {rounds:# A/B round} with both."
-    SLOWER = "{name} is slower: {ratio:ratio} as fast as {other} in {rounds:# A/B round} with both."
-    EQUAL = "{name} is as fast as {other} within {tolerance:share}: {ratio:ratio} in {rounds:# A/B round} with both."
-    NOT_SHOWN = (
-        "{name} shows no significant difference from {other}: {ratio:ratio} as fast in {rounds:# A/B round} with both."
+    FASTER = "{name} is {ratio:ratio} faster than {other} ({ratio:confidence}{rounds:# A/B round})."
+    SLOWER = "{name} is slower than {other}: {ratio:ratio} its rate ({ratio:confidence}{rounds:# A/B round})."
+    EQUAL = (
+        "{name} is as fast as {other} within {tolerance:share}: {ratio:ratio} its rate ({ratio:confidence}"
+        "{rounds:# A/B round})."
     )
-    UNSURE = "{name} was {ratio:ratio} as fast as {other} in {rounds:# A/B round} with both, too few or noisy for an interval."
+    NOT_SHOWN = (
+        "{name} is not significantly faster or slower than {other}: {ratio:ratio} its rate ({ratio:confidence}"
+        "{rounds:# A/B round})."
+    )
+    UNSURE = (
+        "{name} ran at {ratio:ratio} the rate of {other} in {rounds:# A/B round}: too few rounds, or too noisy, for a "
+        "confidence interval."
+    )
     FAILED = "{name} failed: {error}"
     ALONE = "Only {name} worked."
     NONE = "No loader worked."
 
 
 def answer(name: str, ratio: Interval, other: str, tolerance: float = 0.02) -> Finding:
-    """How many times as fast something was shown to be in A/B rounds."""
+    """How much faster something was shown to be in A/B rounds; what lies within the tolerance is not called slower."""
     if is_claimed(ratio):
         row = Answer.FASTER
-    elif is_slower(ratio):
-        row = Answer.SLOWER
     elif 1 - tolerance <= ratio.low and ratio.high <= 1 + tolerance:
         row = Answer.EQUAL
+    elif is_slower(ratio):
+        row = Answer.SLOWER
     else:
         row = Answer.NOT_SHOWN if ratio.is_telling else Answer.UNSURE
     return row(name=name, ratio=ratio, other=other, rounds=ratio.count, tolerance=tolerance)
