@@ -65,8 +65,8 @@ class AutoLoader(LoaderOf[T_co]):
 
     Args:
         dataset: As in `DataLoader`, or a DataLoader, which does not change: what is not given is taken from it.
-        batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, worker_init_fn, generator,
-            pin_memory_device, in_order: As in `DataLoader`.
+        batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last: As in `DataLoader`.
+        worker_init_fn, generator, pin_memory_device, in_order: As in `DataLoader`.
         num_workers: Number of workers at the start. `None` (default) starts without workers and tries some if the loop
             waits. 0 uses none. 1 keeps one worker, which loads all batches in order. From 2 on the number may change,
             but not to 0.

@@ -40,6 +40,7 @@ from autotune_loader.values.measurement import (
 )
 from autotune_loader.values.sampled import LoaderTrace, Sampled
 from autotune_loader.values.serialization import (
+    fields_of,
     from_plain,
     replacing,
     require_writable,

@@ -355,22 +355,10 @@ def test_a_file_of_autoloader_warns_once(path):
     assert TuningResult.load(path).best.to_kwargs() == config.to_kwargs()
 
 
-ROOT = Path(__file__).parents[2]
-IMPORTED_AS = {"pillow": "PIL", "nvidia-ml-py": "pynvml"}  # others by their own name
-
-
-def dependencies():
-    """The modules of `[project.dependencies]`, by the names by which they are imported."""
-    listed = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2]
-    names = re.findall(r'"([\w-]+)', listed.partition("\n]")[0])
-    return [IMPORTED_AS.get(name, name) for name in names]
-
-
 @pytest.mark.process
 def test_reading_a_file_needs_the_standard_library_alone(path):
     write(path)
-    blocked = [*dependencies(), "matplotlib"]
-    assert {"torch", "PIL", "pynvml"} < {*blocked}
+    blocked = ["torch", "numpy", "psutil", "pynvml", "optuna", "pandas", "cloudpickle"]
     script = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
         "from autotune_loader import load_config\n"
