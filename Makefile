@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEMO := $(VENV)/.demo
+PYTHONS ?= $(PYTHON) $(wildcard $(HOME)/.pyenv/versions/3.1[0-9]*/bin/python)
 OTHER := build/$(notdir $(PYTHON))-torch-$(TORCH)
 QUIETLY := --quiet --disable-pip-version-check
 
@@ -16,7 +18,7 @@ help: ## show this list
 
 venv: $(INSTALLED) ## install the package and its tools into .venv (PYTHON=python3.x chooses the interpreter)
 
-demo: $(INSTALLED) ## watch a script that trains on JPEG files behind a simulated object store, tune it, train with the result
+demo: $(DEMO) ## watch a script that trains on JPEG files behind a simulated object store, tune it, train with the result
 	@$(BIN)/autotune-loader demo
 
 check: $(INSTALLED) ## lint, format, types, layers, circles between files
@@ -49,7 +51,7 @@ acceptance: $(INSTALLED) ## many simulated searches: how good the choices are, a
 	@$(BIN)/python -m pytest -m acceptance --durations=15
 
 docs: $(INSTALLED) ## build the documentation into site/, warnings as errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 torch: ## unit and process tests with another torch, in an environment of its own (TORCH=2.6.0, PYTHON=python3.10, LACKS=1: see below)
 	@test -n "$(TORCH)" || { echo 'say which: make torch TORCH=2.6.0'; exit 2; }
@@ -66,15 +68,13 @@ other:
 		trap 'rm -f "$$PTH"' EXIT; $(if $(LACKS),echo '$(LACKING)' > "$$PTH";) \
 		$(OTHER)/bin/python -m pytest -n 4 -m "not (system or acceptance)"
 
-dist: ## build wheel and sdist, check their metadata, install the wheel alone in a fresh environment, run its demo
-	@rm -rf dist build/release build/wheel
+dist: ## build wheel and sdist, check their metadata, try the wheel alone in an empty environment of each Python at hand (PYTHONS)
+	@rm -rf dist build/release
 	@$(PYTHON) -m venv build/release
 	@build/release/bin/python -m pip install $(QUIETLY) -c constraints.txt build twine
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt build/release/bin/python -m build . > build/release/log || { cat build/release/log; exit 1; }
 	@build/release/bin/python -m twine check --strict dist/*
-	@$(PYTHON) -m venv build/wheel
-	@build/wheel/bin/python -m pip install $(QUIETLY) -c constraints.txt dist/*.whl
-	@cd build/wheel && env -u PYTHONPATH bin/autotune-loader demo
+	@$(PYTHON) -m tests.wheel dist/*.whl $(PYTHONS)
 
 libraries: $(INSTALLED) ## tune with the loaders of twenty libraries, each in an environment of its own under ~/.cache (LIBRARIES="monai timm")
 	@$(BIN)/python -m studies libraries.attempts $(if $(LIBRARIES),--only "$(LIBRARIES)")
@@ -86,10 +86,15 @@ clean: ## remove .venv, caches and build results
 	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last, so that an interrupted installation is done again.
-$(INSTALLED): pyproject.toml constraints.txt
+# A stamp is written last, so that an interrupted installation is done again. What the demo needs is part of what the tests need.
+$(DEMO): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("autotune-loader needs Python 3.10 or newer; try make PYTHON=python3.11")'
 	@echo "installing into $(VENV) (torch is large; this takes a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install $(QUIETLY) -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(INSTALLED): $(DEMO)
+	@echo "installing the tools of development into $(VENV)"
 	@$(BIN)/python -m pip install $(QUIETLY) -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -13,105 +13,79 @@ Names are loaded when they are first used: reading a `loader.json` needs no torc
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from autotune_loader.version import __version__
+from autotune_loader.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from autotune_loader.autoloader.live import Found
-    from autotune_loader.autoloader.loader import AutoLoader
-    from autotune_loader.pipeline.batches import DevicePrefetcher
-    from autotune_loader.report.script import ScriptReport
-    from autotune_loader.results.comparison import Comparison
-    from autotune_loader.results.file import load_config
-    from autotune_loader.results.result import Finding, TuningResult
-    from autotune_loader.search.belief import Prediction
-    from autotune_loader.search.sampler import TwinSampler
-    from autotune_loader.tuning.compare import compare
-    from autotune_loader.tuning.tune import tune
-    from autotune_loader.values import (
-        ConfigFileError,
-        Interval,
-        LoaderConfig,
-        MachineMismatchError,
-        MissingExtraError,
-        PlatformError,
-        TunerError,
-        WorkloadError,
-    )
-    from autotune_loader.watch.hook import Hook, enable
+if TYPE_CHECKING:  # "as": type checkers take the name for a public one
+    from autotune_loader.autoloader.live import Found as Found
+    from autotune_loader.autoloader.loader import AutoLoader as AutoLoader
+    from autotune_loader.pipeline.batches import DevicePrefetcher as DevicePrefetcher
+    from autotune_loader.report.script import ScriptReport as ScriptReport
+    from autotune_loader.results.comparison import Comparison as Comparison
+    from autotune_loader.results.file import load_config as load_config
+    from autotune_loader.results.result import Finding as Finding
+    from autotune_loader.results.result import TuningResult as TuningResult
+    from autotune_loader.search.belief import Prediction as Prediction
+    from autotune_loader.search.sampler import TwinSampler as TwinSampler
+    from autotune_loader.tuning.compare import compare as compare
+    from autotune_loader.tuning.tune import tune as tune
+    from autotune_loader.values import ConfigFileError as ConfigFileError
+    from autotune_loader.values import Interval as Interval
+    from autotune_loader.values import LoaderConfig as LoaderConfig
+    from autotune_loader.values import MachineMismatchError as MachineMismatchError
+    from autotune_loader.values import MissingExtraError as MissingExtraError
+    from autotune_loader.values import PlatformError as PlatformError
+    from autotune_loader.values import TunerError as TunerError
+    from autotune_loader.values import WorkloadError as WorkloadError
+    from autotune_loader.watch.hook import Hook as Hook
+    from autotune_loader.watch.hook import enable as enable
+else:  # not for type checkers, which would take every misspelled name for one that `__getattr__` finds
+    _HOMES = {
+        "AutoLoader": "autoloader.loader",
+        "Comparison": "results.comparison",
+        "ConfigFileError": "values.errors",
+        "DevicePrefetcher": "pipeline.batches",
+        "Finding": "results.result",
+        "Found": "autoloader.live",
+        "Hook": "watch.hook",
+        "Interval": "values.statistics",
+        "LoaderConfig": "values.config",
+        "MachineMismatchError": "values.errors",
+        "MissingExtraError": "values.errors",
+        "PlatformError": "values.errors",
+        "Prediction": "search.belief",
+        "ScriptReport": "report.script",
+        "TunerError": "values.errors",
+        "TuningResult": "results.result",
+        "TwinSampler": "search.sampler",
+        "WorkloadError": "values.errors",
+        "compare": "tuning.compare",
+        "enable": "watch.hook",
+        "load_config": "results.file",
+        "tune": "tuning.tune",
+    }
+    __all__ = sorted([*_HOMES, "__version__"])
+    _FOR_TUNING = ("optuna", "cloudpickle")
 
-__all__ = [
-    "AutoLoader",
-    "Comparison",
-    "ConfigFileError",
-    "DevicePrefetcher",
-    "Finding",
-    "Found",
-    "Hook",
-    "Interval",
-    "LoaderConfig",
-    "MachineMismatchError",
-    "MissingExtraError",
-    "PlatformError",
-    "Prediction",
-    "ScriptReport",
-    "TunerError",
-    "TuningResult",
-    "TwinSampler",
-    "WorkloadError",
-    "__version__",
-    "compare",
-    "enable",
-    "load_config",
-    "tune",
-]
+    def __getattr__(name):
+        from importlib import import_module
 
-_HOMES = {
-    "AutoLoader": "autoloader.loader",
-    "Comparison": "results.comparison",
-    "ConfigFileError": "values.errors",
-    "DevicePrefetcher": "pipeline.batches",
-    "Finding": "results.result",
-    "Found": "autoloader.live",
-    "Hook": "watch.hook",
-    "Interval": "values.statistics",
-    "LoaderConfig": "values.config",
-    "MachineMismatchError": "values.errors",
-    "MissingExtraError": "values.errors",
-    "PlatformError": "values.errors",
-    "Prediction": "search.belief",
-    "ScriptReport": "report.script",
-    "TunerError": "values.errors",
-    "TuningResult": "results.result",
-    "TwinSampler": "search.sampler",
-    "WorkloadError": "values.errors",
-    "compare": "tuning.compare",
-    "enable": "watch.hook",
-    "load_config": "results.file",
-    "load_ipython_extension": "integrations.ipython",
-    "tune": "tuning.tune",
-}
-FOR_TUNING = ("optuna", "msgspec", "cloudpickle")
-"""What only `tune()` and `compare()` need."""
-
-
-if not TYPE_CHECKING:  # which would take any name for one that can be imported
-
-    def __getattr__(name: str) -> Any:
+        if name == "load_ipython_extension":  # of `%load_ext autotune_loader`
+            return import_module(f"{__name__}.integrations.ipython").load_ipython_extension
         if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
         try:
             home = import_module(f"{__name__}.{_HOMES[name]}")
         except ModuleNotFoundError as error:
+            if error.name not in _FOR_TUNING:
+                raise
             from autotune_loader.values import MissingExtraError
 
-            raise MissingExtraError(name, *(FOR_TUNING if error.name in FOR_TUNING else [str(error.name)])) from error
-        value = getattr(home, name)
-        globals()[name] = value
-        return value
+            feature = f"{name}()" if name.islower() else name
+            raise MissingExtraError(feature, error.name, "tune") from error
+        globals()[name] = getattr(home, name)
+        return globals()[name]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    def __dir__():
+        return __all__

@@ -1,4 +1,4 @@
-"""MkDocs hook: the version at the foot of each page."""
+"""MkDocs hooks: the version at the foot of each page, and links to files that are no pages."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def on_config(config: Any) -> Any:
 
     config.copyright = f"autotune_loader {__version__}"
     return config
+
+
+def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
+    """A link to a file outside of docs/ leads to the repository."""
+    return markdown.replace("](../", f"]({config.extra['source']}/blob/main/")

@@ -22,7 +22,7 @@ from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import require_linux
 from autotune_loader.pipeline.build import batching_of
 from autotune_loader.pipeline.loop_log import Log
-from autotune_loader.results.file import load_config
+from autotune_loader.results.file import fitted_settings
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, require_int
 
@@ -65,8 +65,8 @@ class AutoLoader(LoaderOf[T_co]):
 
     Args:
         dataset: As in `DataLoader`, or a DataLoader, which does not change: what is not given is taken from it.
-        batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last, worker_init_fn, generator,
-            pin_memory_device, in_order: As in `DataLoader`.
+        batch_size, shuffle, sampler, batch_sampler, collate_fn, pin_memory, drop_last: As in `DataLoader`.
+        worker_init_fn, generator, pin_memory_device, in_order: As in `DataLoader`.
         num_workers: Number of workers at the start. `None` (default) starts without workers and tries some if the loop
             waits. 0 uses none. 1 keeps one worker, which loads all batches in order. From 2 on the number may change,
             but not to 0.
@@ -130,9 +130,9 @@ class AutoLoader(LoaderOf[T_co]):
             arguments = {**_arguments_of(dataset, arguments), **arguments}
             dataset = dataset.dataset
         if config is not None:
-            config = config if isinstance(config, LoaderConfig) else load_config(config)
+            config = config if isinstance(config, LoaderConfig) else fitted_settings(config)[0]
             arguments = {name: value for name, value in arguments.items() if name not in CONFIGURED}
-            arguments |= {name: value for name, value in config.arguments().items() if name in CONFIGURED}
+            arguments |= {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
         self.tune: bool = tune
         self.on_change: Callable[[Found], None] | None = on_change

@@ -1,17 +1,25 @@
 """What the tuner asks of a probe, and what parent and child say to each other while one answers.
 
-Both sides send plain records as MessagePack over a private pair of sockets. Nothing that the child sends is unpickled.
+Both sides send plain records as JSON over a private pair of sockets. Nothing that the child sends is unpickled.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
-import msgspec
-
-from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, RateUnit
+from autotune_loader.values import (
+    BurstPlan,
+    Failure,
+    FailurePhase,
+    LoaderConfig,
+    Measurement,
+    RateUnit,
+    fields_of,
+    from_plain,
+)
 
 T = TypeVar("T")
 
@@ -103,7 +111,7 @@ class Message:
 
 
 def send(connection: Connection, record: Request | Message) -> None:
-    connection.send_bytes(msgspec.msgpack.encode(record))
+    connection.send_bytes(json.dumps(record, default=fields_of).encode())
 
 
 def receive(connection: Connection, kind: type[T]) -> T:
@@ -112,4 +120,4 @@ def receive(connection: Connection, kind: type[T]) -> T:
     Raises:
         EOFError, OSError: it is gone.
     """
-    return msgspec.msgpack.decode(connection.recv_bytes(), type=kind)
+    return from_plain(json.loads(connection.recv_bytes()), kind)

@@ -44,7 +44,7 @@ def make_jpegs(folder: Path) -> None:
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingExtraError("the demo", "Pillow") from error
+        raise MissingExtraError("the demo", "pillow", "demo") from error
     coarse = np.random.default_rng(0).integers(0, 256, (PICTURES, SIDE // 8, SIDE // 8, 3), np.uint8)
     for index, pixels in enumerate(coarse):
         Image.fromarray(pixels).resize((SIDE, SIDE)).save(folder / f"{index:05d}.jpg", quality=85)

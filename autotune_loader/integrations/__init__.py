@@ -26,7 +26,8 @@ def require(module: str, feature: str) -> None:
     try:
         importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(feature, module.partition(".")[0]) from error
+        package = module.partition(".")[0]
+        raise MissingExtraError(feature, package, extra=package) from error
 
 
 def metrics_of(loaders: Iterable[Any], prefix: str) -> dict[str, float]:

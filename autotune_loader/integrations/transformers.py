@@ -75,7 +75,7 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
     for name, value in training_arguments(result.best).items():
         setattr(args, name, value)
     if _is_overridden(trainer, "get_train_dataloader"):
-        made, best = LoaderConfig.from_loader(plain_loader(trainer)).arguments(), result.best.arguments()
+        made, best = LoaderConfig.from_loader(plain_loader(trainer)).to_kwargs(), result.best.to_kwargs()
         if unheeded := ", ".join(f"{name}={value!r}" for name, value in best.items() if made.get(name) != value):
             warnings.warn(
                 f"the Trainer's own get_train_dataloader ignores args for {unheeded}. "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import Interval, Trial
+from autotune_loader.values import Interval, MissingExtraError, Trial
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,7 +99,9 @@ def _limits(name: str, interval: Interval | None) -> dict[str, float]:
 
 
 def _frame(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> pd.DataFrame:
-    import pandas as pd
-
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise MissingExtraError("to_dataframe()", "pandas", "tune") from error
     frame: pd.DataFrame = pd.DataFrame(list(rows), columns=list(columns)).astype(columns)
     return frame

@@ -259,7 +259,7 @@ def _picture(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingExtraError("plotting", "matplotlib") from error
+        raise MissingExtraError("plotting", "matplotlib", "plots") from error
     with style.context(["default", STYLE]):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)

@@ -11,7 +11,6 @@ errors.py         every exception of the package
 
 from autotune_loader.values.config import (
     ALLOWABLE,
-    FOR_AUTOLOADER,
     TORCH_PREFETCH_FACTOR,
     WITHOUT_WORKERS,
     LoaderConfig,
@@ -41,6 +40,7 @@ from autotune_loader.values.measurement import (
 )
 from autotune_loader.values.sampled import LoaderTrace, Sampled
 from autotune_loader.values.serialization import (
+    fields_of,
     from_plain,
     replacing,
     require_writable,

@@ -5,7 +5,7 @@
      +- ConfigFileError             a `loader.json` cannot be read
      +- MachineMismatchError        a `loader.json` is of another machine, with `on_mismatch="strict"`
      +- PlatformError               another operating system than Linux; also an `ImportError`
-     +- MissingExtraError           packages are not installed; also an `ImportError`
+     +- MissingExtraError           a package is not installed; also an `ImportError`
 
 A wrong argument is a `ValueError` or `TypeError`. A trial that fails is no exception but a `Failure` (`measurement.py`),
 because the study goes on.
@@ -44,8 +44,13 @@ class PlatformError(TunerError, ImportError):
 
 
 class MissingExtraError(TunerError, ImportError):
-    """A feature needs packages that are not installed; the message has the pip install line."""
+    """A feature needs a package that is not installed; the message has the pip install line.
 
-    def __init__(self, feature: str, *packages: str) -> None:
-        line = " ".join(f"'{each}'" for each in packages)
-        super().__init__(f"{feature} needs {', '.join(packages)}. Install it with: pip install {line}")
+    Args:
+        feature: What was asked for, as the message begins.
+        package: The package that is missing.
+        extra: The extra of autotune-loader that brings it.
+    """
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        super().__init__(f"{feature} needs {package}. Install it with: pip install 'autotune-loader[{extra}]'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import math
 import os
@@ -96,7 +97,7 @@ def to_plain(value: Any) -> Any:
     if hasattr(value, "to_plain"):  # what is no dataclass says itself how it is written, and read
         return to_plain(value.to_plain())
     if is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+        return to_plain(fields_of(value))
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):  # the name of an unreadable file may hold bytes that are no text
@@ -104,6 +105,15 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {to_plain(key): to_plain(each) for key, each in value.items()}
     return [to_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass as they are, also for `json.dumps(record, default=fields_of)`, which has NaN and infinity, too.
+
+    Raises:
+        TypeError: it is no dataclass.
+    """
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
@@ -117,7 +127,9 @@ def from_plain(raw: Any, kind: type[_Kind]) -> _Kind:
 
 
 def _made_of(raw: Any, kind: Any, place: str) -> Any:
-    origin, inner = get_origin(kind), get_args(kind)
+    if type(raw) is kind:
+        return raw
+    origin, inner = _parts_of(kind)
     if kind is Any or (origin is Literal and raw in inner) or (raw is None and NoneType in inner):
         return raw
     if NoneType in inner:
@@ -129,15 +141,20 @@ def _made_of(raw: Any, kind: Any, place: str) -> Any:
             raw = {**raw, **{name: bound for name, bound in _UNBOUNDED.items() if raw.get(name, bound) is None}}
         known = _types_of(kind).items()
         return kind(**{name: _made_of(raw[name], its, f"{place}.{name}") for name, its in known if name in raw})
+    if hasattr(kind, "_fields") and isinstance(raw, list):  # a NamedTuple
+        return kind(*map(_made_of, raw, _types_of(kind).values(), itertools.repeat(place)))
     if origin is tuple and isinstance(raw, list):
         return tuple(_made_of(each, inner[0], f"{place}[{at}]") for at, each in enumerate(raw))
     if origin is dict and isinstance(raw, dict):
         return {key: _made_of(each, inner[1], f"{place}.{key}") for key, each in raw.items()}
     if kind is float and type(raw) is int and raw.bit_length() < sys.float_info.max_exp:
         return float(raw)
-    if type(raw) is kind:
-        return raw
     raise ValueError(f"{place}={raw!r:.60} must be of type {kind if origin else kind.__name__}")
+
+
+@functools.cache
+def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(kind), get_args(kind)
 
 
 @functools.cache

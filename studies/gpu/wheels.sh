@@ -3,7 +3,7 @@
 # is a package registry, from the repository's root; run.sh installs from there. Versions are those of constraints.txt.
 set -eu
 cd "$(dirname "$0")/../.."
-names="optuna alembic colorlog sqlalchemy mako tqdm pyyaml packaging msgspec platformdirs cloudpickle click nvidia-ml-py
+names="optuna alembic colorlog sqlalchemy mako tqdm pyyaml packaging platformdirs cloudpickle click nvidia-ml-py
     rich markdown-it-py mdurl pygments"
 pinned=$(for name in $names; do grep -i "^$name==" constraints.txt | sed "s/;.*//"; done)
 # shellcheck disable=SC2086 # one argument for each

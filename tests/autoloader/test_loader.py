@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from autotune_loader import AutoLoader, LoaderConfig, load_config
+from autotune_loader import AutoLoader, LoaderConfig, TuningResult, load_config
 from autotune_loader.autoloader.meter import measured
 from tests.support.schedules import Fetched, Noise, Numbers, Stream, states
 
@@ -139,7 +139,7 @@ def test_findings_outlive_the_loader_and_are_saved(tmp_path: Path) -> None:
         pass
     found, data = loader.found, loader.dataset
     loader.save(tmp_path / "loader.json")
-    assert load_config(tmp_path / "loader.json") == LoaderConfig()
+    assert TuningResult.load(tmp_path / "loader.json").best == LoaderConfig()
     assert str(loader) == str(loader.result)
     del loader
     gc.collect()
@@ -227,9 +227,8 @@ def test_findings_so_far_are_told_and_saved(tmp_path: Path) -> None:
     assert "Keep" not in loader.report()
     assert loader.kept is not None
     assert loader.kept.kind == "not_settled"
-    # AND its file is for AutoLoader, which says so
+    # AND its file is for AutoLoader, as those who read it for another loader are told
     loader.save(tmp_path / "loader.json")
-    config = load_config(tmp_path / "loader.json")
     with pytest.warns(UserWarning, match="found by AutoLoader"):
-        config.to_kwargs()
+        config = load_config(tmp_path / "loader.json")
     assert AutoLoader(Numbers(4), config=tmp_path / "loader.json").config == config

@@ -3,18 +3,22 @@ import sys
 import pytest
 from torch.utils.data import DataLoader
 
+from autotune_loader.demo import make_jpegs
 from autotune_loader.integrations.accelerate import tune_before_prepare, tune_live
 from autotune_loader.integrations.lightning import tuned
 from autotune_loader.integrations.transformers import tune_trainer
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import LoaderConfig, MissingExtraError
 
+GUESS = TuningResult(best=LoaderConfig(), status="fallback")
 CALLS = {
-    "lightning": lambda: tuned(None),
-    "transformers": lambda: tune_trainer(None),
-    "accelerate": lambda: tune_before_prepare(None, DataLoader([1, 2])),
-    "accelerate.data_loader": lambda: tune_live(None),
-    "matplotlib": lambda: TuningResult(best=LoaderConfig(), status="fallback").plot_workers(),
+    "lightning": ("lightning", lambda: tuned(None)),
+    "transformers": ("transformers", lambda: tune_trainer(None)),
+    "accelerate": ("accelerate", lambda: tune_before_prepare(None, DataLoader([1, 2]))),
+    "accelerate.data_loader": ("accelerate", lambda: tune_live(None)),
+    "matplotlib": ("plots", GUESS.plot_workers),
+    "pandas": ("tune", GUESS.to_dataframe),
+    "PIL": ("demo", lambda: make_jpegs(None)),
 }
 
 
@@ -24,5 +28,6 @@ def test_a_missing_package_is_answered_with_pip(module, monkeypatch):
     for name in (package, *(name for name in sys.modules if name.startswith(f"{package}."))):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"pytorch_{package}", raising=False)
-    with pytest.raises(MissingExtraError, match=rf"pip install '{package}'$"):
-        CALLS[module]()
+    extra, call = CALLS[package]
+    with pytest.raises(MissingExtraError, match=rf"pip install 'autotune-loader\[{extra}\]'$"):
+        call()
