@@ -98,7 +98,7 @@ def test_public_names_are_those_of_the_reference():
         public
     )
     seen = parsed(PACKAGE / "__init__.py")
-    typed, _ = (node for node in seen.body if isinstance(node, ast.If))
+    (typed,) = (node for node in seen.body if isinstance(node, ast.If))
     imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
     assert {alias.name for node in imports for alias in node.names} == public
     assert {*dir(autotune_loader)} == {*public, "__version__"}
