@@ -28,6 +28,6 @@ def test_a_missing_package_is_answered_with_pip(module, monkeypatch):
     for name in (package, *(name for name in sys.modules if name.startswith(f"{package}."))):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"pytorch_{package}", raising=False)
-    extra, call = CALLS[package]
+    extra, call = CALLS[module]
     with pytest.raises(MissingExtraError, match=rf"pip install 'autotune-loader\[{extra}\]'$"):
         call()
