@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -35,18 +35,15 @@ CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
 """Arguments that a configuration takes the place of."""
 
 
-if TYPE_CHECKING:
-    replaceable = property
-else:
+class Replaceable:
+    """A property whose name a subclass may give to an attribute of its own: `self.config = ...` is no error there."""
 
-    class replaceable:  # noqa: N801 - as `property`
-        """A property that an attribute of a subclass may replace: `self.config = ...` is no error there."""
+    def __init__(self, own: property) -> None:
+        self._read: Any = own.fget
+        self.__doc__ = own.__doc__
 
-        def __init__(self, read):
-            self._read, self.__doc__ = read, read.__doc__
-
-        def __get__(self, loader, kind=None):
-            return self if loader is None else self._read(loader)
+    def __get__(self, loader: Any, kind: Any = None) -> Any:
+        return self if loader is None else self._read(loader)
 
 
 class AutoLoader(LoaderOf[T_co]):
@@ -160,32 +157,32 @@ class AutoLoader(LoaderOf[T_co]):
         live.found.log.marks.settle(time.monotonic())
         return live
 
-    @replaceable
+    @property
     def found(self) -> Found:
         """What is known so far. It holds neither the loader nor its data, and outlives them."""
         return self._live.found
 
-    @replaceable
+    @property
     def config(self) -> LoaderConfig:
         """The settings of the next batch."""
         return self._live.found.config
 
-    @replaceable
+    @property
     def best(self) -> LoaderConfig:
         """The best settings so far."""
         return self._live.found.best
 
-    @replaceable
+    @property
     def kept(self) -> Finding | None:
         """Why the number of workers does not change; None if it does."""
         return self._live.found.kept
 
-    @replaceable
+    @property
     def log(self) -> Log:
         """The history of each batch."""
         return self._live.found.log
 
-    @replaceable
+    @property
     def result(self) -> TuningResult:
         """What was tried and found, as from `tune()`."""
         return self._live.found.result
@@ -225,6 +222,11 @@ class AutoLoader(LoaderOf[T_co]):
 
     def _get_iterator(self) -> Any:
         return iterator_of(self, self._known(), super()._get_iterator)
+
+
+for _name, _own in [*vars(AutoLoader).items()]:
+    if isinstance(_own, property):
+        setattr(AutoLoader, _name, Replaceable(_own))
 
 
 def _is_unasked(workers: int) -> bool:

@@ -165,15 +165,19 @@ class Tuner:
         depth: int | None = None,
         is_kept: bool = False,
     ) -> None:
-        self._log, self.asked, self.refused = log, asked, refused
+        self._log, self.refused = log, refused
+        self.asked: LoaderConfig = asked
         self._cores, self._epoch_batches, self._is_kept = cores, epoch_batches, is_kept
-        self.most = self._most_allowed = max(max_workers, asked.num_workers)
-        self._most_sound = self.most
+        self.most: int = max(max_workers, asked.num_workers)
+        self._most_allowed = self._most_sound = self.most
         self._depth = depth or (asked.prefetch_factor if asked.prefetch_factor != TORCH_PREFETCH_FACTOR else None)
-        self.wanted = self.best = asked
+        self.wanted: LoaderConfig = asked
+        self.best: LoaderConfig = asked
         self.gain: Interval | None = None
-        self.measured = dict[LoaderConfig, list[Measurement]]()
-        self.own_s = self.gained_s = self.wake = 0.0
+        self.measured: dict[LoaderConfig, list[Measurement]] = {}
+        self.own_s: float = 0.0
+        self.gained_s: float = 0.0
+        self.wake: float = 0.0
         self._begun_s = log.totals.active_s
         self._start_s, self._meter = START_S, Meter(log, asked, self._starts_s)
         self._configs = {(asked.num_workers, asked.prefetch_factor): asked}
@@ -184,7 +188,9 @@ class Tuner:
         epochs = log.totals.epochs
         self._epoch_s = log.totals.active_s / epochs if epochs else None
         """What the epoch before took; in the mean, those of loaders that the same line made before."""
-        self.none_would_be_faster = self.is_trying = self._is_frozen = False
+        self.none_would_be_faster: bool = False
+        self.is_trying: bool = False
+        self._is_frozen = False
         self._is_hopeless, self._room = False, _all_room
         """Whether nothing is to be gained, as far as is known; and what memory has room for."""
         self._up_at = self._fewer_at = self._proof_at = self._known_wait = 0.0

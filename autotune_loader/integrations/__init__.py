@@ -10,10 +10,11 @@ ipython.py            `%%watch`
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
-from autotune_loader import AutoLoader, MissingExtraError
+from autotune_loader import MissingExtraError
 from autotune_loader.watch.hook import active
 
 
@@ -32,9 +33,12 @@ def require(module: str, feature: str) -> None:
 
 def metrics_of(loaders: Iterable[Any], prefix: str) -> dict[str, float]:
     """Figures since the last call of the first AutoLoader or watched loader among these."""
+    module: Any = sys.modules.get(
+        "autotune_loader.autoloader.loader"
+    )  # which has been imported if there is an AutoLoader
     for loader in loaders:
-        if isinstance(loader, AutoLoader):
-            return loader.metrics(prefix)
+        if module is not None and isinstance(loader, module.AutoLoader):
+            return dict(loader.metrics(prefix))
         if active and (figures := active[-1].metrics(loader, prefix)):
             return figures
     return {}

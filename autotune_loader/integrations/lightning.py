@@ -80,7 +80,7 @@ class _Plan:
         if config is None:
             found = self.tune(data, place)
             config = self.found[place] = found.best
-        return TuningResult(best=config, status="complete").apply_to(data), found
+        return config.apply_to(data), found
 
     def tune(self, loader: Any, place: str) -> TuningResult:
         if not place or self.options.get("train_step") is not None:

@@ -138,14 +138,16 @@ class Log:
     """One loader's, over all its epochs. Rows are those of the loop that was begun last."""
 
     def __init__(self) -> None:
-        self.totals, self.waits, self.marks = Totals(), Waits(), Marks()
+        self.totals: Totals = Totals()
+        self.waits: Waits = Waits()
+        self.marks: Marks = Marks()
         self.rows: list[BatchTrace] = []
         """The latest batches; older ones were dropped."""
         self._dropped = 0
         self._before = 0, 0, 0.0, 0.0
         """Batches, samples, seconds of waiting and of all else, when figures were last asked for."""
         self.current: Loop | None = None
-        self.steps = deque[float](maxlen=LATEST_STEPS)
+        self.steps: deque[float] = deque(maxlen=LATEST_STEPS)
         """What the latest steps took, pauses included."""
         self._aside = list[float]()
         """Steps that were pauses when they ended: they are counted if they come back often."""
@@ -158,7 +160,7 @@ class Log:
         """CPU seconds of garbage collections until now; 0 where nobody counts them."""
         self.sampled: Sampled | None = None
         """Where a trace is written."""
-        self.intervals = deque[tuple[str, float, float]](maxlen=MOST_INTERVALS)
+        self.intervals: deque[tuple[str, float, float]] = deque(maxlen=MOST_INTERVALS)
         """Names, begins and ends of epochs, evaluations and checkpoints, where a trace is written."""
 
     @property
@@ -242,7 +244,8 @@ class Loop:
     """
 
     def __init__(self, log: Log, now: float) -> None:
-        self._log, self.begun, self._span = log, now, Extent(now, now)
+        self._log, self._span = log, Extent(now, now)
+        self.begun: float = now
         self._asked = self._own_asked = now
         self._received, self._samples = 0.0, 0
         self._fetch: Fetch | None = None
@@ -250,7 +253,8 @@ class Loop:
         self._own_received = 0.0
         self._saved_s, self._skipped = 0.0, 0
         self._garbage_s = self._log.garbage_s()
-        self.batches, self.is_over = 0, False
+        self.batches: int = 0
+        self.is_over: bool = False
         if log.totals.batches >= log.marks.until:
             log.marks.looks, log.marks.until = 0, log.totals.batches + OFTEN
         beside.loops.append(self._span)
@@ -458,7 +462,7 @@ class Marks:
     def __init__(self) -> None:
         self._ahead = deque[tuple[float, Any, Callable[[float], object]]]()
         self._device: tuple[Any, int] | None = None
-        self.looks = 0
+        self.looks: int = 0
         """Moments that may have begun to use a device: it is looked for at the first, second, fourth, eighth ..."""
         self.until = 0
         """A loop that begins after so many batches counts them anew."""

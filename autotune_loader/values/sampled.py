@@ -34,7 +34,7 @@ class Sampled:
     def __init__(self, most: int = 40_000) -> None:
         self.rows: dict[int, BatchTrace] = {}
         """What is kept, in order, by the number of the batch; the first has number 1."""
-        self.count = 0
+        self.count: int = 0
         """Batches that were given."""
         self._most, self._every, self._rare_times = most, 1, RARE
         self._times_of_rare: dict[int, float] = {}

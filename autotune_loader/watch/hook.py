@@ -58,30 +58,30 @@ class Hook:
     def __init__(self, plan: Plan, within: Hook | None = None) -> None:
         self.plan: Plan = plan
         self._within = within  # one that goes on when this one is closed
-        self._session: Session | None = None
+        self._begun: Session | None = None
         self._told: ScriptReport | None = None  # at the end
         self._others: list[Any] = []  # what other processes saw, as far as it was gathered
 
     @property
-    def session(self) -> Session:
+    def _session(self) -> Session:
         """The loaders of this process, from the first one on."""
-        if self._session is None:
+        if self._begun is None:
             with _without_collections():  # of all that torch has made, 70 ms here, which the script may not need yet
                 from autotune_loader.watch.session import Session
 
-            self._session = Session(self.plan, self._changed)
+            self._begun = Session(self.plan, self._changed)
             if _told_at_end_of != [os.getpid()]:
                 from multiprocessing.util import Finalize
 
                 _told_at_end_of[:] = [os.getpid()]
                 # multiprocessing's processes run this, unlike atexit, and others do once their children are gone
                 Finalize(None, _tell, exitpriority=-1000)
-        return self._session
+        return self._begun
 
     @property
     def has_batches(self) -> bool:
         """Whether a loader of this process gave any."""
-        return self._session is not None and bool(self._session.known)
+        return self._begun is not None and bool(self._begun.known)
 
     @property
     def report(self) -> ScriptReport | None:
@@ -92,11 +92,11 @@ class Hook:
             return self._told
         from autotune_loader.watch.report import seen_of
 
-        return seen_of(self.session).report
+        return seen_of(self._session).report
 
     def metrics(self, loader: Any, prefix: str = "") -> dict[str, float]:
         """Return a loader's figures since the last call, as `AutoLoader.metrics()` does; nothing if it is not watched."""
-        session = (self._within or self)._session
+        session = (self._within or self)._begun
         known = None if session is None else session.known_as(loader)
         if known is None:
             return {}
@@ -132,8 +132,8 @@ class Hook:
         if self.has_batches:
             from autotune_loader.watch.report import seen_of
 
-            self.session.first_line.stop()
-            own = [seen_of(self.session)]
+            self._session.first_line.stop()
+            own = [seen_of(self._session)]
         if self.plan.folder is not None and self.plan.pid == os.getpid() and os.path.isdir(self.plan.folder):  # noqa: PTH112
             from autotune_loader.watch.others import gathered
 
@@ -144,15 +144,15 @@ class Hook:
         """Another configuration is best: what was found is there, however the script ends."""
         from autotune_loader.watch.report import write_result
 
-        write_result(self.session)
+        write_result(self._session)
 
     def close(self) -> None:
         """Leave loaders alone from now on, and print the report on stderr. Loops that have begun go on."""
         if self in active:
             active.remove(self)
             self.tell()
-            if self._session is not None:
-                self._session.close()
+            if self._begun is not None:
+                self._begun.close()
         elif self._told is None:
             self._told = self.report
 
@@ -236,7 +236,7 @@ def _hook_into(module: ModuleType) -> None:
     def get_iterator(loader: Any) -> Any:
         if not active or active[-1].plan.verb == "watch" or (hook := _hook_here()) is None or worker() is not None:
             return get(loader)
-        return hook.session.iterator_of(loader, functools.partial(get, loader))
+        return hook._session.iterator_of(loader, functools.partial(get, loader))
 
     @functools.wraps(begin)
     def begin_iterator(iterator: Any, loader: Any, *args: Any, **arguments: Any) -> None:
@@ -246,7 +246,7 @@ def _hook_into(module: ModuleType) -> None:
             try:
                 real = vars(loader).get("watched_as", loader)  # an iterator of ours is made of something like a loader
                 if real is not None:
-                    hook.session.watch(iterator, real, begun)
+                    hook._session.watch(iterator, real, begun)
                     if hook.plan.script is not None:
                         _tell_at_sigterm()
             except Exception:  # whatever it is, it is no reason to end somebody's training
@@ -357,7 +357,7 @@ def _forget() -> None:
     if _signal.getsignal(signal.SIGTERM) is _tell_and_end:
         _signal.signal(signal.SIGTERM, _signal.SIG_DFL)
     for hook in active:
-        hook._session = None
+        hook._begun = None
 
 
 os.register_at_fork(after_in_child=_forget)

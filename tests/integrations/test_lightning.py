@@ -140,7 +140,7 @@ def test_loaders_that_lightning_remakes_have_the_settings(package, make):
     with data._replace_dunder_methods(DataLoader, "dataset"):
         own = make()
         before = {name: str(value) for name, value in vars(own).items()}
-        loader = TuningResult(best=config, status="complete").apply_to(own)
+        loader = config.apply_to(own)
     # WHEN Lightning makes it once more, with a sampler of its own
     anew = data._update_dataloader(loader, SequentialSampler(FEW))
     # THEN that one has the settings, and the first one is as before

@@ -142,3 +142,13 @@ def test_an_unknown_variable_is_said_and_left(text, monkeypatch, capsys):
     # AND processes that are started from here say nothing more
     assert {ASKED, VARIABLE}.isdisjoint(run_plan.os.environ)
     assert hook.active == []
+
+
+def test_enabling_does_nothing_where_a_variable_asks(capsys):
+    asked = hook.Hook(Plan.asked("watch"))
+    asked.install()
+    with enable("run") as own:
+        assert own.plan.verb == "watch"
+    assert capsys.readouterr().err == ""
+    assert hook.active == [asked]
+    asked.close()

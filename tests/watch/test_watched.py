@@ -46,7 +46,7 @@ def watching(capsys):
 
 def seen(enabled):
     """Epochs and batches of each loader, by name."""
-    totals = {each.name: each.log.totals for each in enabled.session.loaders}
+    totals = {each.name: each.log.totals for each in enabled._session.loaders}
     return {name: (its.epochs, its.batches) for name, its in totals.items()}
 
 
@@ -95,7 +95,7 @@ def test_samples_are_those_of_the_dataset(verb, capsys):
         # AND loaders without a length, or without a batch, are no trouble
         assert next(iter(DataLoader(NUMBERS, sampler=itertools.repeat(7))))[0].item() == 7
         assert list(DataLoader(TensorDataset(torch.empty(0)), batch_size=4)) == []
-        totals = [each.log.totals for each in enabled.session.loaders]
+        totals = [each.log.totals for each in enabled._session.loaders]
     assert (totals[0].batches, totals[0].samples, totals[0].epochs) == (10, 36, 2)
     assert "TensorDataset[18], batches of 4" in capsys.readouterr().err
 
@@ -107,14 +107,14 @@ def test_samples_are_those_of_the_dataset(verb, capsys):
 )  # fmt: skip
 def test_a_streams_samples_are_told_by_its_batches(size, batch, samples, watching):
     list(DataLoader(Stream(lambda _: batch, 3), batch_size=size, collate_fn=lambda _: batch))
-    (known,) = watching.session.loaders
+    (known,) = watching._session.loaders
     assert known.log.totals.samples == samples
 
 
 def test_what_an_autoloader_has_found_is_told(watching):
     loader = AutoLoader(NUMBERS, batch_size=4, tune=False)
     list(loader)
-    (known,) = watching.session.loaders
+    (known,) = watching._session.loaders
     assert known.found is loader.found
 
 
@@ -132,7 +132,7 @@ def test_under_run_one_log_has_each_moment_once(workers, monkeypatch, capsys):
     with enable("run", allow_workers=True) as enabled:
         for _ in range(2):
             assert len(list(loader)) == 10
-        (known,) = enabled.session.loaders
+        (known,) = enabled._session.loaders
         log, totals = known.log, known.log.totals
         assert known.found.log is log
         assert {*noted} == {log.marks}
@@ -157,7 +157,7 @@ def test_under_run_numbers_set_anew_make_another_loader(capsys):
             list(loader)
         loader.collate_fn = len  # this makes it no other one
         assert list(loader) == [4] * 12
-        none, two = enabled.session.loaders
+        none, two = enabled._session.loaders
         assert (none.own.num_workers, none.log.totals.batches) == (0, 36)
         assert (two.own.num_workers, two.log.totals.batches) == (2, 12)
         assert none.found.log is none.log
@@ -170,7 +170,7 @@ def test_under_run_a_line_has_one_log(capsys):
     with enable("run", allow_workers=True) as enabled:
         for _ in range(3):
             list(make())
-        (known,) = enabled.session.loaders
+        (known,) = enabled._session.loaders
         assert known.log.totals.batches == 36
         assert known.found.log.end == 36
     # AND one that was tuned under an earlier hook is told of by this one's figures
@@ -338,7 +338,7 @@ def test_no_code_of_the_users_runs_for_watching(arguments, capsys):
             batches = [getattr(batch, "x", batch).tolist() for _ in range(2) for batch in loader]
             outcomes.append((batches, data.asked, torch.rand(()).item()))
     assert outcomes[0] == outcomes[1]
-    (known,) = enabled.session.loaders
+    (known,) = enabled._session.loaders
     assert known.log.totals.samples == sum(map(len, batches))
 
 
@@ -527,7 +527,7 @@ def test_rank_0_tells_three_loaders_early(rank, told, monkeypatch, capsys):
     with enable("watch") as enabled:
         for loader in loaders * 2:
             list(loader)
-        assert enabled.session.first_line not in session.waiting  # which would tell one once more
+        assert enabled._session.first_line not in session.waiting  # which would tell one once more
         assert capsys.readouterr().err.count(": the training loop waits for data") == told
 
 
@@ -620,7 +620,7 @@ def test_workers_tell_what_cpu_they_take(workers, watching, monkeypatch):
         monkeypatch.setattr(figures, name, 0.0)
     list(DataLoader(NUMBERS, batch_size=8, num_workers=workers))
     # THEN it is theirs from the first of 6 batches to the last, and each batch counts once
-    (known,) = watching.session.loaders
+    (known,) = watching._session.loaders
     assert known.in_workers.batches == 5
     assert known.in_workers.cpu_s == 5 * 0.5 * workers
     assert known.busy_s == 5 * 0.5 * workers + 5 * 0.25

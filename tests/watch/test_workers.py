@@ -77,7 +77,7 @@ def test_each_batch_has_its_history(method, noting):
     loader = DataLoader(Slow(), batch_size=4, **options)
     for _ in range(2):
         assert len(list(loader)) == 6
-    (known,) = noting.session.loaders
+    (known,) = noting._session.loaders
     rows = known.log.rows
     assert [row.worker for row in rows] == [0, 1] * 6
     # THEN a batch is begun when it is asked of its worker, and whole before the loop has it
@@ -104,7 +104,7 @@ def test_quick_batches_are_counted_and_some_noted(workers, watching):
     begun = time.monotonic()
     assert len(list(loader)) == 200
     seconds = time.monotonic() - begun
-    (known,) = watching.session.loaders
+    (known,) = watching._session.loaders
     log = known.log
     assert (log.totals.batches, log.totals.samples) == (200, 400)
     assert log.totals.wall_s == pytest.approx(seconds, rel=0.2)
@@ -125,7 +125,7 @@ def test_quick_batches_are_counted_and_some_noted(workers, watching):
 def test_out_of_order_batches_keep_their_histories(noting):
     loader = DataLoader(Slow(), batch_size=4, num_workers=2, in_order=False)
     numbers = [int(batch[0, 0]) // 4 for batch in loader]
-    (known,) = noting.session.loaders
+    (known,) = noting._session.loaders
     assert known.log.rows[numbers.index(1)].service_s >= 0.056
 
 
@@ -135,7 +135,7 @@ def test_an_autoloader_tells_its_histories_itself(workers, noting):
     loader = AutoLoader(Slow(), batch_size=4, num_workers=workers, tune=False)
     assert len(list(loader)) == 6
     (told,) = noting.report.loaders
-    (known,) = noting.session.loaders
+    (known,) = noting._session.loaders
     assert known.log.waits.batches == 5
     assert known.log.waits.fetched_s >= 5 * 0.008
     assert told.time.wall == pytest.approx(known.log.totals.wall_s)
@@ -145,7 +145,7 @@ def test_an_autoloader_tells_its_histories_itself(workers, noting):
 def test_a_stream_has_histories_too(noting):
     loader = DataLoader(Stream(waited, 6), batch_size=2, num_workers=2)
     assert len(list(loader)) == 6
-    (known,) = noting.session.loaders
+    (known,) = noting._session.loaders
     assert sorted(row.worker for row in known.log.rows) == [0, 0, 0, 1, 1, 1]
 
 
@@ -202,9 +202,9 @@ def test_collating_is_told_apart_for_a_trace(watching):
     loader = DataLoader(Slow(), batch_size=12, num_workers=1, collate_fn=sleeps)
     begun = iter(loader)
     assert len(list(begun)) == 2
-    watching.session.loaders[0].log.sampled = SimpleNamespace(add=id, rows={})
+    watching._session.loaders[0].log.sampled = SimpleNamespace(add=id, rows={})
     assert len(list(loader)) == 2
-    rows = watching.session.loaders[0].log.rows
+    rows = watching._session.loaders[0].log.rows
     early, late = rows[:2], rows[2:]
     assert all(row.collate_end == row.fetch_end for row in early)
     assert all(row.collate_end - row.fetch_end >= 0.02 for row in late)
