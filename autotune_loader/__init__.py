@@ -18,21 +18,27 @@ from typing import TYPE_CHECKING
 from autotune_loader.version import __version__ as __version__
 
 if TYPE_CHECKING:  # "as": type checkers take the name for a public one
+    from autotune_loader.autoloader.live import Found as Found
     from autotune_loader.autoloader.loader import AutoLoader as AutoLoader
     from autotune_loader.pipeline.batches import DevicePrefetcher as DevicePrefetcher
+    from autotune_loader.report.script import ScriptReport as ScriptReport
     from autotune_loader.results.comparison import Comparison as Comparison
     from autotune_loader.results.file import load_config as load_config
+    from autotune_loader.results.result import Finding as Finding
     from autotune_loader.results.result import TuningResult as TuningResult
+    from autotune_loader.search.belief import Prediction as Prediction
     from autotune_loader.search.sampler import TwinSampler as TwinSampler
     from autotune_loader.tuning.compare import compare as compare
     from autotune_loader.tuning.tune import tune as tune
     from autotune_loader.values import ConfigFileError as ConfigFileError
+    from autotune_loader.values import Interval as Interval
     from autotune_loader.values import LoaderConfig as LoaderConfig
     from autotune_loader.values import MachineMismatchError as MachineMismatchError
     from autotune_loader.values import MissingExtraError as MissingExtraError
     from autotune_loader.values import PlatformError as PlatformError
     from autotune_loader.values import TunerError as TunerError
     from autotune_loader.values import WorkloadError as WorkloadError
+    from autotune_loader.watch.hook import Hook as Hook
     from autotune_loader.watch.hook import enable as enable
 else:  # not for type checkers, which would take every misspelled name for one that `__getattr__` finds
     _HOMES = {
@@ -40,10 +46,16 @@ else:  # not for type checkers, which would take every misspelled name for one t
         "Comparison": "results.comparison",
         "ConfigFileError": "values.errors",
         "DevicePrefetcher": "pipeline.batches",
+        "Finding": "results.result",
+        "Found": "autoloader.live",
+        "Hook": "watch.hook",
+        "Interval": "values.statistics",
         "LoaderConfig": "values.config",
         "MachineMismatchError": "values.errors",
         "MissingExtraError": "values.errors",
         "PlatformError": "values.errors",
+        "Prediction": "search.belief",
+        "ScriptReport": "report.script",
         "TunerError": "values.errors",
         "TuningResult": "results.result",
         "TwinSampler": "search.sampler",

@@ -52,7 +52,7 @@ def test_a_files_or_classs_name_stands_once():
     paths = list(PACKAGE.rglob("*.py"))
     trees = [parsed(path) for path in paths]
     classes = [each.name for tree in trees for each in ast.walk(tree) if type(each) is ast.ClassDef]
-    files = [path.name for path in paths if path.name != "__init__.py"]
+    files = [path.name for path in paths if not path.name.startswith("__")]
     assert [name for name, count in Counter(files + classes).items() if count > 1] == []
 
 

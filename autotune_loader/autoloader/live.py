@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from autotune_loader.pipeline.loop_log import Log, Site
 from autotune_loader.pipeline.workload import draws_nothing, length_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.search.space import MOST_WORKERS
-from autotune_loader.values import TORCH_PREFETCH_FACTOR, LoaderConfig, Trial, averaged
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, Interval, LoaderConfig, Trial, averaged
 
 LIVE, KEPT = "_autotune_loader_live", "_autotune_loader_kept"
 """Attributes of a loader."""
@@ -82,8 +81,15 @@ UNASKED = Told(0)
 
 @dataclass(eq=False, kw_only=True)
 class Found:
+    """What an AutoLoader has found so far, and what its `on_change` is called with.
+
+    It holds neither the loader nor its data, and outlives them.
+    """
+
     site: Site
+    """The line that makes the loader, and what it reads."""
     log: Log
+    """The history of each batch."""
     tuner: Tuner
     has_batched_fetch: bool
     first: int = 0
@@ -91,11 +97,20 @@ class Found:
     starts_anew: Finding | None = None
     """Why workers start as their start method does it, where they could be cloned otherwise."""
 
-    config = property(attrgetter("tuner.wanted"), doc="The configuration that is wanted now.")
-    best = property(attrgetter("tuner.best"), doc="The best configuration that is known.")
-    gain = property(
-        attrgetter("tuner.gain"), doc="How many times as fast as asked; without limits where no pairs were needed."
-    )
+    @property
+    def config(self) -> LoaderConfig:
+        """The settings of the next batch."""
+        return self.tuner.wanted
+
+    @property
+    def best(self) -> LoaderConfig:
+        """The best settings so far."""
+        return self.tuner.best
+
+    @property
+    def gain(self) -> Interval | None:
+        """Rate of the best settings over that of the loader's own; without limits if no A/B rounds were needed."""
+        return self.tuner.gain
 
     @property
     def has_tried(self) -> bool:

@@ -6,8 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -17,10 +16,14 @@ from autotune_loader.autoloader.live import UNASKED, Found, Live, Told, iterator
 from autotune_loader.autoloader.torchs import LoaderOf
 from autotune_loader.autoloader.tuner import Frozen
 from autotune_loader.autoloader.worker import require_items
+from autotune_loader.diagnosis import Finding
+from autotune_loader.diagnosis.units import counted
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import require_linux
 from autotune_loader.pipeline.build import batching_of
-from autotune_loader.results.file import load_config
+from autotune_loader.pipeline.loop_log import Log
+from autotune_loader.results.file import fitted_settings
+from autotune_loader.results.result import TuningResult
 from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, require_int
 
 require_linux("AutoLoader")
@@ -32,14 +35,18 @@ CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
 """Arguments that a configuration takes the place of."""
 
 
-class _Told:
-    """An attribute that is read from elsewhere; a subclass may have one of its own by that name."""
+if TYPE_CHECKING:
+    replaceable = property
+else:
 
-    def __init__(self, path: str, doc: str) -> None:
-        self._read, self.__doc__ = attrgetter(path), doc
+    class replaceable:  # noqa: N801 - as `property`
+        """A property that an attribute of a subclass may replace: `self.config = ...` is no error there."""
 
-    def __get__(self, loader: Any, kind: Any = None) -> Any:
-        return self if loader is None else self._read(loader)
+        def __init__(self, read):
+            self._read, self.__doc__ = read, read.__doc__
+
+        def __get__(self, loader, kind=None):
+            return self if loader is None else self._read(loader)
 
 
 class AutoLoader(LoaderOf[T_co]):
@@ -123,11 +130,14 @@ class AutoLoader(LoaderOf[T_co]):
             arguments = {**_arguments_of(dataset, arguments), **arguments}
             dataset = dataset.dataset
         if config is not None:
-            config = config if isinstance(config, LoaderConfig) else load_config(config)
+            config = config if isinstance(config, LoaderConfig) else fitted_settings(config)[0]
             arguments = {name: value for name, value in arguments.items() if name not in CONFIGURED}
-            arguments |= {name: value for name, value in config.arguments().items() if name in CONFIGURED}
+            arguments |= {name: value for name, value in config.to_kwargs().items() if name in CONFIGURED}
         # Public attributes are arguments: who makes a loader anew from another's (Lightning, Accelerate) gets the same one.
-        self.tune, self.on_change, self.max_workers, self.fetch_threads = tune, on_change, max_workers, fetch_threads
+        self.tune: bool = tune
+        self.on_change: Callable[[Found], None] | None = on_change
+        self.max_workers: int | None = max_workers
+        self.fetch_threads: int | None = fetch_threads
         self._how = dict[str, Any]()
         if _is_unasked(arguments.setdefault("num_workers", UNASKED)):
             arguments["num_workers"] = UNASKED
@@ -138,7 +148,6 @@ class AutoLoader(LoaderOf[T_co]):
             require_items(dataset, fetch_threads)
         super().__init__(dataset, **arguments)
         self._line = users_line(sys._getframe(1), libraries=True)
-        self._since: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         begin_root(self)
 
     def _known(self) -> Live:
@@ -151,12 +160,40 @@ class AutoLoader(LoaderOf[T_co]):
         live.found.log.marks.settle(time.monotonic())
         return live
 
-    found = _Told("_live.found", "What is known; it lives on without loader and data.")
-    config = _Told("_live.found.config", "What runs from the next batch on.")
-    best = _Told("_live.found.best", "The best configuration that is known.")
-    kept = _Told("_live.found.kept", "Why the number of workers stays; None where it does not.")
-    log = _Told("_live.found.log", "Every batch's history.")
-    result = _Told("_live.found.result", "What was tried and found, as `tune()` returns it.")
+    @replaceable
+    def found(self) -> Found:
+        """What is known so far. It holds neither the loader nor its data, and outlives them."""
+        return self._live.found
+
+    @replaceable
+    def config(self) -> LoaderConfig:
+        """The settings of the next batch."""
+        return self._live.found.config
+
+    @replaceable
+    def best(self) -> LoaderConfig:
+        """The best settings so far."""
+        return self._live.found.best
+
+    @replaceable
+    def kept(self) -> Finding | None:
+        """Why the number of workers does not change; None if it does."""
+        return self._live.found.kept
+
+    @replaceable
+    def log(self) -> Log:
+        """The history of each batch."""
+        return self._live.found.log
+
+    @replaceable
+    def result(self) -> TuningResult:
+        """What was tried and found, as from `tune()`."""
+        return self._live.found.result
+
+    def __repr__(self) -> str:
+        tuning = ", tuning" if self._known().tuner.refused is None else ""
+        workers = counted(self.num_workers, "worker")
+        return f"{type(self).__name__}({type(self.dataset).__name__}, {workers}{tuning})"
 
     def __str__(self) -> str:
         return str(self._live.found.result)
@@ -165,21 +202,17 @@ class AutoLoader(LoaderOf[T_co]):
         """What was tried, what was found and what limits training, as text; or why nothing was tried."""
         return self._live.found.result.report()
 
-    def metrics(self) -> dict[str, float]:
-        """Figures since the last call, for any logger, without those that were not measured.
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Return figures since the last call, for any logger. If there was no batch, only `num_workers` is known.
+
+        Args:
+            prefix: Put before each name, such as "loader/".
 
         Returns:
-            `data_time`: Seconds per step that the loop waited for its batch. `data_wait_share`: Share of the time, from
-            0 to 1. `samples_per_sec`. `num_workers`: The current number.
+            `num_workers`: The current number. `wait_s`: Seconds that the training loop waited for a batch, on average.
+            `wait_share`: Share of the time in which it waited, 0 to 1. `samples_per_s`.
         """
-        totals = self._live.found.log.totals
-        now = (float(totals.batches), float(totals.samples), totals.waited_s, totals.active_s)
-        batches, samples, waited_s, active_s = (each - before for each, before in zip(now, self._since, strict=True))
-        self._since, figures = now, {"num_workers": float(self.num_workers)}
-        if batches and active_s > 0:
-            figures |= {"data_time": waited_s / batches, "data_wait_share": waited_s / active_s}
-            figures["samples_per_sec"] = samples / active_s
-        return figures
+        return {f"{prefix}num_workers": float(self.num_workers), **self._known().found.log.recent(prefix)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `loader.json` with the best known setting: `AutoLoader(..., config=path)` starts with it."""

@@ -1,7 +1,7 @@
 """The command line. Commands parse, call, print and return an exit code; all they do can be done from Python too.
 
     app.py           which command is meant; from exceptions and results to exit codes
-    commands.py      `watch`, `run`, `show` and `demo`
+    commands.py      `watch`, `run`, `check`, `show` and `demo`
     tune_command.py  `tune module:function`
     doctor.py        `doctor`: limits, GPUs and versions
     parser.py        argparse for all of them, whose errors say what to try

@@ -1,4 +1,4 @@
-"""`autotune-loader watch`, `run`, `show` and `demo`: what they are given, and who does it."""
+"""`autotune-loader watch`, `run`, `check`, `show` and `demo`: what they are given, and who does it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,49 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autotune_loader.cli.parser import BUDGET, Command, count, option
+from autotune_loader.cli.doctor import doctor_command
+from autotune_loader.cli.parser import UsageError, add_command, count, usage_errors
 from autotune_loader.values import require_writable
 from autotune_loader.watch.run_plan import Plan, Verb
 
-_Launch = Callable[[], None]
+ANOTHER_MACHINE = 5
+"""Exit code of `check` where the file does not fit."""
+_OUTPUT = "Write loader.json to FILE at the end; run also updates it while it tunes."
+_JSON = "Write the report as JSON to FILE."
+_WAITING = "Exit with 4 if training waits for data more than this share of the time, such as 10%%."
+_TRACE = "Write a trace of all batches for ui.perfetto.dev to FILE."
+_ALLOW_WORKERS = "Let loaders with num_workers=0 use workers, once two of their batches equal the script's own."
+_CHECKED = "The file.  [default: that of AUTOTUNE_LOADER_CONFIG, else loader.json]"
+
+
+def add(commands: Any) -> None:
+    """Add them to the subparsers."""
+    hint = "Options of the script go after its name."
+    watch = add_command(commands, "watch", watch_command, hint=hint)
+    run = add_command(commands, "run", run_command, hint=hint)
+    for each in (watch, run):
+        add = each.add_argument
+        add("script", metavar="SCRIPT", nargs=PARSER, help="The script, and its own arguments.")
+        add("-m", dest="is_module", action="store_true", help="SCRIPT is a module name, as in python -m.")
+        add("-o", "--output", metavar="FILE", type=partial(_written, "--output", "loader.json"), help=_OUTPUT)
+        add("--json", dest="report", metavar="FILE", type=partial(_written, "--json", "report.json"), help=_JSON)
+        add("--fail-if-wait", dest="most_waiting", type=_share, metavar="SHARE", help=_WAITING)
+    watch.add_argument("--trace", metavar="FILE", type=partial(_written, "--trace", "trace.json"), help=_TRACE)
+    add = run.add_argument
+    add("--allow-workers", action="store_true", help=_ALLOW_WORKERS)
+    add("--start-with", metavar="FILE", help="Start with the settings of this loader.json.")
+    add("--max-workers", metavar="N", type=partial(count, least=1), help="At most this many workers per loader.")
+    add = add_command(commands, "check", check_command).add_argument
+    add("path", metavar="LOADER.JSON", nargs="?", help=_CHECKED)
+    add("--strict", action="store_true", help="Any difference counts, also another version of torch.")
+    add = add_command(commands, "show", show_command).add_argument
+    add("path", metavar="LOADER.JSON", nargs="?", default="loader.json", help="The file.  [default: loader.json]")
+    add("--code", dest="as_code", action="store_true", help="Print Python code for your training script.")
+    add("--html", dest="page", metavar="FILE", help="Write an HTML page with pictures to FILE.")
+    add_command(commands, "doctor", doctor_command)
+    add, least = add_command(commands, "demo", demo_command).add_argument, partial(count, least=0)
+    add("--latency", metavar="MS", type=least, default=20, help="Milliseconds per request.  [default: 20]")
+    add("--budget", metavar="TIME", default="45s", help="Most wall time for trials, such as 60s.  [default: 45s]")
 
 
 def _share(text: str) -> float:
@@ -26,26 +64,16 @@ def _share(text: str) -> float:
     return share
 
 
-_WAITING = "Exit with 4 if training waits for data more than this share of the time, such as 10%%."
-_OF_SCRIPTS = (
-    option("script", metavar="SCRIPT", nargs=PARSER, help="The script, and its own arguments."),
-    option("-m", dest="is_module", action="store_true", help="SCRIPT is a module name, as in python -m."),
-    option("-o", "--output", metavar="FILE", help="Write loader.json here at the end; run also while it tunes."),
-    option("--json", dest="report", metavar="FILE", help="Write the report here as JSON."),
-    option("--fail-if-wait", dest="most_waiting", type=_share, metavar="SHARE", help=_WAITING),
-)
-_ALLOW_WORKERS = (
-    "Let loaders with num_workers=0 use workers. They take over after two of their batches equal the script's own."
-)
+def _written(option: str, example: str, path: str) -> str:
+    """The absolute path of a file that can be written, which is found out now and not after hours of training."""
+    if path.endswith(".py"):
+        raise UsageError(f"{option}={path!r} is a script. Try {option} {example} {path}.")
+    with usage_errors():
+        require_writable(option, path, example)
+    return str(Path(path).absolute())
 
 
-@Command(
-    "watch",
-    *_OF_SCRIPTS,
-    option("--trace", metavar="FILE", help="Write each batch's way as a trace for ui.perfetto.dev here."),
-    script="train.py",
-)
-def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:
+def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> Callable[[], None]:
     """Run a script unchanged and report how long it waits for data.
 
     Batches, random numbers and weights are bit for bit those of python SCRIPT.
@@ -62,15 +90,7 @@ def watch_command(script: Sequence[str], is_module: bool, **options: Any) -> _La
     return _launch("watch", script, is_module=is_module, **options)
 
 
-@Command(
-    "run",
-    *_OF_SCRIPTS,
-    option("--allow-workers", action="store_true", help=_ALLOW_WORKERS),
-    option("--start-with", metavar="FILE", help="Start with the settings of this loader.json."),
-    option("--max-workers", metavar="N", type=partial(count, least=1), help="At most this many workers per loader."),
-    script="train.py",
-)
-def run_command(script: Sequence[str], is_module: bool, **options: Any) -> _Launch:
+def run_command(script: Sequence[str], is_module: bool, **options: Any) -> Callable[[], None]:
     """Run a script unchanged: each DataLoader finds its number of workers.
 
     It gives the samples that DataLoader gives with the same arguments: the same
@@ -89,37 +109,49 @@ def run_command(script: Sequence[str], is_module: bool, **options: Any) -> _Laun
     return _launch("run", script, is_module=is_module, **options)
 
 
-def _launch(verb: Verb, script: Sequence[str], *, is_module: bool, **options: Any) -> _Launch:
-    """What runs the script, once the command line has been read, so that nothing of ours is in its way.
-
-    The options are fields of the plan, checked now and not after hours of training.
-    """
+def _launch(verb: Verb, script: Sequence[str], *, is_module: bool, **options: Any) -> Callable[[], None]:
+    """What runs the script, once the command line has been read, so that nothing of ours is in its way."""
     from autotune_loader.watch.launch import launch
 
     target, *arguments = script[script[0] == "--" :]
     if options.get("start_with") is not None:
         from autotune_loader import TuningResult
 
-        TuningResult.load(options["start_with"])
-    files = (
-        ("output", "--output", "loader.json"),
-        ("report", "--json", "report.json"),
-        ("trace", "--trace", "trace.json"),
-    )
-    for name, typed, example in files:
-        if options.get(name) is not None:
-            require_writable(typed, options[name], example)
-    for name in ("output", "report", "trace", "start_with"):
-        options[name] = None if options.get(name) is None else str(Path(options[name]).absolute())
+        TuningResult.load(options["start_with"])  # an error comes now
+        options["start_with"] = str(Path(options["start_with"]).absolute())
     return partial(launch, Plan(verb=verb, **options), target, arguments, is_module=is_module)
 
 
-@Command(
-    "show",
-    option("path", metavar="LOADER.JSON", nargs="?", default="loader.json", help="The file.  [default: loader.json]"),
-    option("--code", dest="as_code", action="store_true", help="Print Python code for your training script."),
-    option("--html", dest="page", metavar="FILE", help="Write an HTML page with pictures here."),
-)
+def check_command(path: str | None, strict: bool) -> int:
+    """Check that a loader.json fits this machine: exit with 0 if it does, else with 5.
+
+    Usable cores, memory, shared memory and the GPU are compared with those of
+    the machine that was tuned. Less of one, or another GPU, does not fit. More
+    of one, or another version of torch, is printed, and counts with --strict.
+    What is unknown here is not compared, nor is the dataset, which only the job
+    knows. CUDA is not initialized.
+
+    Examples:
+      autotune-loader check
+      autotune-loader check --strict loader.json || exit    in a job's prologue
+    """
+    from autotune_loader import TuningResult
+
+    text, is_other = _compared(TuningResult.load(path), strict=strict)
+    print(text)
+    return ANOTHER_MACHINE if is_other else 0
+
+
+def _compared(result: Any, *, strict: bool = False) -> tuple[str, bool]:
+    """How this machine differs from the one that was tuned, a line each, and whether that counts."""
+    if result.machine is None:
+        return "The file does not name the machine that was tuned.", False
+    found = result.differences()
+    is_other = any(strict or each.startswith("!") for each in found)
+    told = "were tuned on another machine. Tune again here." if is_other else "fit this machine."
+    return "\n".join([*found, f"The settings {told}"]), is_other
+
+
 def show_command(path: str, as_code: bool, page: str | None) -> None:
     """Print a loader.json, and whether it fits this machine.
 
@@ -132,23 +164,24 @@ def show_command(path: str, as_code: bool, page: str | None) -> None:
 
     result = TuningResult.load(path)
     if as_code:
-        print(_code_of(result))
+        print(_code_of(result, path))
     elif page is None:
-        print(result.report())
-        if result.machine is not None:
-            print("\n".join(["", *(result.differences() or ["This machine matches the one that was tuned."])]))
+        print(result.report(), _compared(result)[0], sep="\n\n")
     else:
-        require_writable("--html", page, "report.html")
+        with usage_errors():
+            require_writable("--html", page, "report.html")
         result.save_html(page)
         print(f"Written to {page}.")
 
 
-def _code_of(result: Any) -> str:
-    """Python that sets what was tuned and needs nothing but torch."""
-    best = result.best
+def _code_of(result: Any, path: str) -> str:
+    """Python that sets what was tuned; it needs nothing but torch, except for what AutoLoader has found."""
+    best, order = result.best, "shuffle=True" if result.shuffle else "..."
+    if result.found_by == "autoloader":
+        head = f"# {best}, found by AutoLoader for its own workers\nfrom autotune_loader import AutoLoader\n\n"
+        return f"{head}# loader = AutoLoader(dataset, {order}, config={path!r})"
     size = {} if best.batch_size is None else {"batch_size": best.batch_size}
-    arguments = [f"    {name}={value!r}," for name, value in {**size, **best.arguments()}.items()]
-    order = "shuffle=True" if result.shuffle else "..."
+    arguments = [f"    {name}={value!r}," for name, value in {**size, **best.to_kwargs()}.items()]
     lines = [f"# {best}", "loader_arguments = dict(", *arguments, ")"]
     lines.append(f"# loader = DataLoader(dataset, {order}, **loader_arguments)")
     if best.device_prefetch:
@@ -157,17 +190,6 @@ def _code_of(result: Any) -> str:
     return "\n".join(lines)
 
 
-@Command(
-    "demo",
-    option(
-        "--latency",
-        metavar="MS",
-        type=partial(count, least=0),
-        default=20,
-        help="Milliseconds per request.  [default: 20]",
-    ),
-    option("--budget", metavar="TIME", default="45s", help=BUDGET.format("45s")),
-)
 def demo_command(latency: int, budget: str) -> int:
     """Watch a small training job, tune it, and train with the result.
 
@@ -181,4 +203,5 @@ def demo_command(latency: int, budget: str) -> int:
     """
     from autotune_loader import demo
 
-    return demo.tour(latency / 1000, budget)
+    with usage_errors():  # of the budget
+        return demo.tour(latency / 1000, budget)

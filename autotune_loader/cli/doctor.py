@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import textwrap
 from collections.abc import Iterator
 from typing import Any
-
-from autotune_loader.cli.parser import Command
 
 FEW_CORES = 4
 """Fewer hardly keep a step and a few workers busy: too few where the host has many more."""
@@ -26,7 +25,6 @@ _CORE_FIXES = {  # by a word of the limit's source
 _SHM_FIX = "docker run --shm-size=2g (or --ipc=host); in Kubernetes an emptyDir with medium: Memory at /dev/shm"
 
 
-@Command("doctor")
 def doctor_command() -> None:
     """Print limits, GPUs and versions, for example for a bug report.
 
@@ -66,7 +64,7 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     sources = ", ".join(f"{each.value:g} {each.source}" for each in cores.inputs)
     yield "cores", f"{cores.usable} usable{shared} ({sources})", fix if is_few else None
     host = ", ".join(f"{bytes_text(limit.value)} {limit.source}" for limit in machine.memory.inputs)
-    text = "the system does not tell" if memory is None else f"{bytes_text(memory)} for this process ({host})"
+    text = "unknown" if memory is None else f"{bytes_text(memory)} for this process ({host})"
     fix = "fewer workers, or a higher limit such as docker run --memory=16g"
     yield "memory", text, fix if memory is not None and memory < LITTLE_MEMORY else None
     text = "no /dev/shm" if shm is None else f"{bytes_text(shm.free_bytes)} of {bytes_text(shm.total_bytes)} free"
@@ -95,16 +93,18 @@ def _gpus() -> str:
             now = f": {meter.why_none.rstrip('.')}" if share is None else f"{used}, {share:.0%} busy"
             told.append(f"cuda:{at} {gpu.name} ({bytes_text(gpu.total_memory)}){now}")
     except Exception as error:  # no torch, or a driver that does not answer
-        return f"torch does not tell ({type(error).__name__}: {error})"
+        return f"could not query torch ({type(error).__name__}: {error})"
     return "; ".join(told) or "none"
 
 
 def _versions() -> str:
-    from importlib.metadata import distributions
+    from importlib.metadata import PackageNotFoundError, version
 
     from autotune_loader import __version__
 
-    installed = {each.metadata["Name"]: each.version for each in distributions()}
-    found = [f"{package} {installed[package]}" for package in _PACKAGES if package in installed]
+    found = []
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     return ", ".join([f"autotune_loader {__version__}", f"Python {platform.python_version()}", *found, system])

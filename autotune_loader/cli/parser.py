@@ -1,77 +1,77 @@
-"""The parser of every command: argparse, whose errors say what to try."""
+"""argparse for every command, whose errors say what to try."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn
 
 from autotune_loader.values import nearest
 
 PROGRAM = "autotune-loader"
-BUDGET = "Most wall time for trials, such as 60s or 3m.  [default: {}]"
-"""The help of `--budget`."""
-Option: TypeAlias = "tuple[tuple[str, ...], dict[str, Any]]"
-_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 
-def option(*names: str, **described: Any) -> Option:
-    """The arguments of argparse's `add_argument`."""
-    return names, described
+class UsageError(Exception):
+    """The command line is wrong, or an argument on it: one line for the user, without a traceback."""
 
 
-class Command(argparse.ArgumentParser):
-    """Makes a command of the function that it decorates: its docstring is the help, and it gets an argument for each option.
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """A ValueError or TypeError that our code raises of an argument is a UsageError; one of a library stays itself."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("autotune_loader."):
+            raise UsageError(str(error)) from error
+        raise
 
-    Args:
-        name: of the command.
-        options: as `option` makes them.
-        script: what the arguments of a script come after, such as "train.py"; empty where there is none. Those after "--" are
-            no options of the command, and the function gets them as `arguments`.
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises what argparse would print, names the nearest option, or else gives a hint.
+
+    With `rest`, what follows "--" is no option, but returned under that name.
     """
 
-    all: dict[str, Command] = {}  # noqa: RUF012 - by name
-    run: Callable[..., Any]
+    def __init__(self, *, hint: str = "", rest: str = "", **options: Any) -> None:
+        self.options = list[str]()
+        as_written = partial(argparse.RawDescriptionHelpFormatter, width=80)
+        super().__init__(allow_abbrev=False, formatter_class=as_written, **options)
+        self._hint, self._rest = hint or f"See {self.prog} --help for all options.", rest
 
-    def __init__(self, name: str, *options: Option, script: str = "") -> None:
-        super().__init__(f"{PROGRAM} {name}", allow_abbrev=False)
-        self.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=80)
-        self.all[name], self._script = self, script
-        actions = [self.add_argument(*names, **described) for names, described in options]
-        self.options = [name for each in actions for name in each.option_strings]
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """As argparse, and the option is one to be suggested."""
+        action = super().add_argument(*names, **options)
+        self.options += action.option_strings
+        return action
 
-    def __call__(self, run: _Run) -> _Run:
-        """Decorate the function."""
-        self.run, self.description = run, inspect.getdoc(run)
-        return run
-
-    def parsed(self, arguments: Sequence[str]) -> Callable[[], Any]:
-        """What runs the command.
-
-        Raises:
-            ValueError: it has no such arguments; the message suggests some.
-        """
-        is_split = self._script.endswith("--")
-        end = [*arguments, "--"].index("--") if is_split else len(arguments)
-        try:
-            known, unknown = self.parse_known_args(arguments[:end])
-        except SystemExit:  # the help is told
-            return lambda: None
-        if not unknown:
-            return partial(self.run, **vars(known), **({"arguments": arguments[end + 1 :]} if is_split else {}))
-        name = unknown[0].partition("=")[0]
-        hint = f"See {self.prog} --help for all options."
-        if self._script:
-            hint = f"An argument of the script goes after its name: {self.prog} {self._script} {name}"
-        near = nearest(name, self.options, cutoff=0.75)
-        raise ValueError(f"unknown option {name}. {hint if near is None else f'Did you mean {near}?'}")
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse, but what is left is an error."""
+        given = list(args or ())
+        end = given.index("--") if self._rest and "--" in given else len(given)
+        known, unknown = super().parse_known_args(given[:end], namespace)
+        if self._rest:
+            setattr(known, self._rest, given[end + 1 :])
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            near = nearest(name, self.options, cutoff=0.75)
+            raise UsageError(f"unknown option {name}. {self._hint if near is None else f'Did you mean {near}?'}")
+        return known, []
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
-        example = f"Try {self.prog} {self._script.removesuffix(' --')}." if "required" in message else ""
-        raise ValueError(f"{message}. {example or f'See {self.prog} --help for examples.'}")
+        raise UsageError(f"{message}. See {self.prog} --help.")
+
+
+def add_command(commands: Any, name: str, run: Callable[..., Any], **options: Any) -> Parser:
+    """Add a command, whose help is the docstring of the function that runs it; that gets an argument for each option."""
+    command: Parser = commands.add_parser(name, description=inspect.getdoc(run), **options)
+    command.set_defaults(run=run)
+    return command
 
 
 def count(text: str, least: int) -> int:

@@ -1,16 +1,20 @@
 """Tuning inside the tools that training already uses: each module is a thin layer over a framework's public API.
 
-lightning.py     the loader of a data module
-transformers.py  `TrainingArguments`, or a `Trainer`
-accelerate.py    before `prepare`, or while training
-ipython.py       `%%watch`
+lightning.py          the loader of a data module
+lightning_metrics.py  a callback that logs figures of the loader
+transformers.py       `TrainingArguments`, or a `Trainer`, and its logs
+accelerate.py         before `prepare`, or while training
+ipython.py            `%%watch`
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
+from typing import Any
 
-from autotune_loader import MissingExtraError
+from autotune_loader import AutoLoader, MissingExtraError
+from autotune_loader.watch.hook import active
 
 
 def require(module: str, feature: str) -> None:
@@ -24,3 +28,13 @@ def require(module: str, feature: str) -> None:
     except ImportError as error:
         package = module.partition(".")[0]
         raise MissingExtraError(feature, package, extra=package) from error
+
+
+def metrics_of(loaders: Iterable[Any], prefix: str) -> dict[str, float]:
+    """Figures since the last call of the first AutoLoader or watched loader among these."""
+    for loader in loaders:
+        if isinstance(loader, AutoLoader):
+            return loader.metrics(prefix)
+        if active and (figures := active[-1].metrics(loader, prefix)):
+            return figures
+    return {}

@@ -51,9 +51,11 @@ def tune_live(prepared: Any, **options: Any) -> Any:
         **options: of AutoLoader.
 
     Raises:
+        MissingExtraError: Accelerate is not installed.
         TypeError: Accelerate did not make this loader, or rank 0 loads for all with it; or it keeps a state, as with
             `use_stateful_dataloader=True`.
     """
+    require("accelerate", "tune_live()")
     from accelerate.data_loader import DataLoaderShard
 
     if not isinstance(prepared, DataLoaderShard):

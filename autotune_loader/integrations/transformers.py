@@ -2,6 +2,7 @@
 
 args = TrainingArguments("out", **training_arguments(load_config()))       # tuned before
 tune_trainer(trainer, budget="60s"); trainer.train()                       # tuned now
+log_metrics(trainer)                                                       # how long it waits for data
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune_loader import LoaderConfig, TuningResult, tune
-from autotune_loader.integrations import require
+from autotune_loader.integrations import metrics_of, require
 
 LEFT_OUT = ("use_liger_kernel", "deepspeed", "fsdp")
 """Arguments that make a step another one, and need the Trainer's own process."""
 OF_LAYERS = ("every_n_layers", "offload")
 """Among the options of checkpointing, those of the model; the others are torch's."""
-
 OF_DATA = {
     *("train_dataset", "eval_dataset", "data_collator", "train_dataloader", "eval_dataloader"),
     *("optimizer", "lr_scheduler", "gather_function"),
@@ -75,7 +75,7 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
     for name, value in training_arguments(result.best).items():
         setattr(args, name, value)
     if _is_overridden(trainer, "get_train_dataloader"):
-        made, best = LoaderConfig.from_loader(plain_loader(trainer)).arguments(), result.best.arguments()
+        made, best = LoaderConfig.from_loader(plain_loader(trainer)).to_kwargs(), result.best.to_kwargs()
         if unheeded := ", ".join(f"{name}={value!r}" for name, value in best.items() if made.get(name) != value):
             warnings.warn(
                 f"the Trainer's own get_train_dataloader ignores args for {unheeded}. "
@@ -83,6 +83,32 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
                 stacklevel=2,
             )
     return result
+
+
+def log_metrics(trainer: Any, prefix: str = "loader/") -> None:
+    """Add `AutoLoader.metrics()` of the training loader to the Trainer's logs, for all that `report_to` names.
+
+    The loader is one of `tune_live()`, or any loader under `watch`, `run` or `enable()`.
+
+    Args:
+        trainer: A `transformers.Trainer`, which gets a callback ahead of its others.
+        prefix: Put before each name.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+    """
+    require("transformers", "log_metrics()")
+    from transformers import TrainerCallback
+
+    class MetricsCallback(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, **of_event: Any) -> None:  # noqa: ARG002 - as it is called
+            logs, loader = of_event["logs"], of_event["train_dataloader"]
+            if "loss" in logs:  # a log of training
+                figures = metrics_of([getattr(loader, "base_dataloader", loader)], prefix)
+                logs.update(figures)
+                state.log_history[-1].update(figures)
+
+    trainer.callback_handler.callbacks.insert(0, MetricsCallback())
 
 
 @dataclass
@@ -168,37 +194,12 @@ def _without_data(trainer: Any) -> Any:
 
 
 def plain_loader(trainer: Any) -> Any:
-    """The Trainer's training loader before Accelerate wraps it: same dataset, order and collator, without unused columns.
-
-    One that is the Trainer's own, or has batches of its own, is that which Accelerate has wrapped.
-    """
-    from torch.utils.data import DataLoader, IterableDataset
-
-    args, own = trainer.args, trainer.get_train_dataloader()
-    batches = getattr(own, "batch_sampler", None)
-    batches = getattr(batches, "batch_sampler", batches)  # of several ranks
-    if _is_overridden(trainer, "get_train_dataloader") or type(batches).__name__ not in ("BatchSampler", "NoneType"):
-        return getattr(own, "base_dataloader", own)
-    sampler = getattr(batches, "sampler", None)
-    order: dict[str, Any] = {"sampler": sampler}
-    if isinstance(own.dataset, IterableDataset):
-        order = {}
-    elif sampler is None or "RandomSampler" in type(sampler).__name__:  # Accelerate's is seeded for all ranks
-        order = {"shuffle": True}
-    of_workers = {}
-    if args.dataloader_num_workers:
-        of_workers["prefetch_factor"] = args.dataloader_prefetch_factor
-        of_workers["persistent_workers"] = args.dataloader_persistent_workers
-    return DataLoader(
-        own.dataset,
-        batch_size=args.train_batch_size,
-        **order,
-        collate_fn=own.collate_fn,
-        drop_last=args.dataloader_drop_last,
-        num_workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and args.device.type != "cpu",
-        **of_workers,
-    )
+    """The Trainer's training loader as it is before `accelerator.prepare`, by a copy of the Trainer that prepares nothing."""
+    alone = copy.copy(trainer)
+    alone.accelerator = copy.copy(trainer.accelerator)
+    alone.accelerator.prepare = lambda *given, **_: given if given[1:] else given[0]
+    made = alone.get_train_dataloader()
+    return getattr(made, "base_dataloader", made)
 
 
 def _is_overridden(trainer: Any, name: str) -> bool:

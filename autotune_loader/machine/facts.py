@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +33,15 @@ DAEMONIC = (
 ALIKE = 0.05
 """Kernels of one machine type differ in what they keep for themselves."""
 NO_GPU = "none"
+_OR = " or "
+"""Between the names of several models of GPUs."""
 COMPARED = {
-    "usable_cores": ("usable cores", "its workers may be too many", "more workers may be faster"),
+    "usable_cores": ("usable cores", "it may use too many workers", "more workers may be faster"),
     "memory_bytes": ("memory", "its workers may not fit", ""),
     "shm_bytes": ("shared memory", "batches in flight may not fit", ""),
     "gpu": ("GPU", "the step takes a different time", ""),
     "dataset": ("dataset", "a sample takes a different time", ""),
+    "torch": ("torch", "", ""),
 }
 """What a field is called, what a difference that matters does, and what another one does."""
 
@@ -79,17 +84,13 @@ class Machine:
 
     def fingerprint(self, *, dataset: str = "", gpu: str | None = None) -> Fingerprint:
         """The part of this that a measurement depends on; without the name of a GPU torch is asked, where it is imported."""
-        torch = sys.modules.get("torch")  # who measures has imported it
-        if gpu is None and torch is not None:  # CUDA is not opened: no process that is forked afterwards could use it
-            name = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
-            gpu = name if torch.cuda.device_count() else NO_GPU
         return Fingerprint(
             usable_cores=self.usable_cores,
             memory_bytes=self.memory.total_bytes,
             shm_bytes=self.shm.total_bytes if self.shm else None,
-            gpu=gpu,
+            gpu=opened_gpu() if gpu is None else gpu,
             dataset=dataset,
-            torch=None if torch is None else str(torch.__version__),
+            torch=_torch_version(),
         )
 
 
@@ -103,6 +104,49 @@ def inspect_machine(*, root: Path = Path("/"), environ: Mapping[str, str] = os.e
         world_size=local_world_size(environ),
         why_no_workers=DAEMONIC if multiprocessing.current_process().daemon else None,
     )
+
+
+def opened_gpu() -> str | None:
+    """The name of torch's current GPU, NO_GPU where torch finds none; None where torch is not imported, or has opened none.
+
+    CUDA is not opened: no process that is forked afterwards could use it.
+    """
+    if (torch := sys.modules.get("torch")) is None:
+        return None
+    if not torch.cuda.device_count():
+        return NO_GPU
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_initialized() else None
+
+
+def visible_gpu(*, root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> str | None:
+    """The name of the GPU here, without opening it; None where it is not known, and all names where there are several models.
+
+    NVIDIA's driver has a folder for each GPU, whose `/proc/driver/nvidia/gpus/0000:18:00.0/information` begins, with tabs,
+
+        Model:           NVIDIA H100 80GB HBM3
+        IRQ:             18
+
+    with the name that torch has, too. Which of several are visible is not looked up. A container that has none still sees
+    the folders, but no `/dev/nvidia0`.
+    """
+    if (opened := opened_gpu()) is not None:
+        return opened
+    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return NO_GPU
+    if not any(root.glob("dev/nvidia[0-9]*")):
+        return None
+    models = set[str]()
+    for path in root.glob("proc/driver/nvidia/gpus/*/information"):
+        with contextlib.suppress(OSError):
+            models.update(re.findall(r"^Model:\s*(.*\S)", path.read_text(errors="replace"), re.MULTILINE))
+    return _OR.join(sorted(models - {"Unknown"})) or None
+
+
+def _torch_version() -> str | None:
+    """Of the torch that is imported or installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return str(getattr(sys.modules.get("torch"), "__version__", None) or version("torch"))
+    return None
 
 
 def start_method(asked: str | None = None) -> str:
@@ -136,7 +180,7 @@ class Fingerprint:
     dataset: str = ""
     """Class and length."""
     torch: str | None = None
-    """Its version, which is told and not compared."""
+    """Its version."""
 
 
 class Difference(NamedTuple):
@@ -147,22 +191,36 @@ class Difference(NamedTuple):
     matters: bool
     """Whether the configuration may be slow or fail here; False is worth knowing only."""
 
+    def __str__(self) -> str:
+        return f"{'!' if self.matters else '~'} {self.sentence}"
+
 
 def differences(tuned: Fingerprint, here: Fingerprint) -> list[Difference]:
-    """Where `here` differs from the machine that was `tuned` on; what either side does not know is no difference."""
+    """Where `here` differs from the machine that was `tuned` on, those that matter first; the unknown is no difference."""
     found = []
     for name, (what, worse, better) in COMPARED.items():
         before, now = getattr(tuned, name), getattr(here, name)
-        if before in (None, "") or now in (None, "") or before == now:
+        if before in (None, "") or now in (None, "") or _is_alike(name, before, now):
             continue
-        if name.endswith("_bytes") and abs(now - before) <= ALIKE * before:
-            continue
-        matters = isinstance(now, str) or now < before
+        matters = name != "torch" and (isinstance(now, str) or now < before)
         effect = worse if matters else better
-        sentence = f"{what}: {_text(before)} then, {_text(now)} here" + (f"; {effect}" if effect else "")
+        sentence = f"{what}: {_text(before)} when tuned, {_text(now)} here" + (f"; {effect}" if effect else "")
         found.append(Difference(sentence, matters))
-    return found
+    return sorted(found, key=lambda each: not each.matters)
+
+
+def _is_alike(name: str, before: Any, now: Any) -> bool:
+    if name.endswith("_bytes"):
+        return bool(abs(now - before) <= ALIKE * before)
+    if name == "gpu":  # the driver's name has no part of a GPU, such as " MIG 1g.10gb"
+        return any(before == each or before.startswith(f"{each} MIG ") for each in now.split(_OR))
+    if name == "torch":  # a wheel's own version may lack "+cu124"
+        return bool(before.partition("+")[0] == now.partition("+")[0])
+    return bool(before == now)
 
 
 def _text(value: Any) -> str:
-    return f"{value / 2**20:.0f} MiB" if isinstance(value, int) and value >= 1 << 20 else str(value)
+    for factor, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
+        if isinstance(value, int) and value >= factor:
+            return f"{round(value / factor, 1):g} {unit}"
+    return str(value)

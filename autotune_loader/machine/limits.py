@@ -73,7 +73,7 @@ def require_linux(what: str) -> None:
     """
     if not sys.platform.startswith("linux"):
         raise PlatformError(
-            f"{what} works on Linux only, and this is {sys.platform!r}: it reads statistics of Linux. "
+            f"{what} works on Linux only, and this is {sys.platform!r}: it relies on /proc. "
             "Tune on the Linux machine that trains (a container or WSL 2 is fine); load_config() and everything else "
             "that reads a loader.json work here"
         )

@@ -142,6 +142,8 @@ class Log:
         self.rows: list[BatchTrace] = []
         """The latest batches; older ones were dropped."""
         self._dropped = 0
+        self._before = 0, 0, 0.0, 0.0
+        """Batches, samples, seconds of waiting and of all else, when figures were last asked for."""
         self.current: Loop | None = None
         self.steps = deque[float](maxlen=LATEST_STEPS)
         """What the latest steps took, pauses included."""
@@ -172,6 +174,17 @@ class Log:
     def since(self, batch: int) -> list[BatchTrace]:
         """The batches from this number on, those that are remembered."""
         return self.rows[max(0, batch - self._dropped) :]
+
+    def recent(self, prefix: str) -> dict[str, float]:
+        """Figures since the last call, by their names with this prefix; none where there was no batch."""
+        self.marks.settle(time.monotonic())
+        totals, before = self.totals, self._before
+        self._before = now = totals.batches, totals.samples, totals.waited_s, totals.active_s
+        batches, samples, waited_s, active_s = (each - last for each, last in zip(now, before, strict=True))
+        if not batches or active_s <= 0:
+            return {}
+        figures = {"wait_s": waited_s / batches, "wait_share": waited_s / active_s, "samples_per_s": samples / active_s}
+        return {f"{prefix}{name}": value for name, value in figures.items()}
 
     def begin(self, now: float) -> Loop:
         """`iter()` was called: a loop over one epoch."""

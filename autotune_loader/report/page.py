@@ -35,7 +35,7 @@ def page_of(result: TuningResult) -> str:
     return _PAGE.format(
         report=escape(text.report_of(result, _PAGE_WIDTH)),
         pictures="".join(_pictures(result)),
-        arguments=escape(json.dumps(result.best.arguments(), indent=2)),
+        arguments=escape(json.dumps(result.best.to_kwargs(), indent=2)),
     )
 
 

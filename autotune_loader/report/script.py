@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timezone
 from typing import Any
 
 from autotune_loader.diagnosis import Account, Advice, Cause, NamedCause, slow_rank, units
@@ -12,6 +14,7 @@ from autotune_loader.report.perfetto import write_trace
 from autotune_loader.report.text import wrapped
 from autotune_loader.results.result import Finding
 from autotune_loader.values import Interval, LoaderTrace, write_json
+from autotune_loader.version import __version__
 
 SCHEMA_VERSION = 1
 """Of the report's file: a key that is there in one report is there in all."""
@@ -121,13 +124,27 @@ def account_lines(time: Account, epochs: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptReport:
-    """What is known of a script's loaders."""
+    """What `watch`, `run` and `Hook.report` say of a script's loaders; `str(report)` is the text that a terminal shows.
+
+    `save(path)` writes it as JSON, whose keys are these names, with `schema_version` before them.
+    """
 
     verb: str
+    """`watch` or `run`."""
+    version: str = __version__
+    """Of autotune_loader."""
+    date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    """When the report was made: ISO 8601, UTC."""
+    host: str = field(default_factory=platform.node)
+    python: str = field(default_factory=platform.python_version)
+    torch: str | None = None
+    """Versions of Python and of torch."""
     seconds: float
+    """Since the first loader was iterated."""
     loaders: tuple[LoaderReport, ...]
-    """The one with most time first."""
+    """Those that gave a batch, the one with most time first."""
     notes: tuple[str, ...] = ()
+    """Which files were written; what else there is to say."""
     traces: tuple[LoaderTrace, ...] = field(default=(), repr=False)
     """Of each loader, where they were asked for; the file of the report has none."""
 

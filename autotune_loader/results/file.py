@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from autotune_loader.machine.facts import NO_GPU, Difference, Fingerprint, differences, inspect_machine
+from autotune_loader.machine.facts import NO_GPU, Difference, Fingerprint, differences, inspect_machine, visible_gpu
 from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, from_plain, require_choice
 
 _Kind = TypeVar("_Kind")
@@ -23,6 +23,10 @@ CONFIG_VARIABLE = "AUTOTUNE_LOADER_CONFIG"
 """The environment variable that names the file, for jobs that take no argument."""
 FILE_NAME = "loader.json"
 """In the job's working directory."""
+FOR_AUTOLOADER = (
+    "these settings were found by AutoLoader for its own workers. Try AutoLoader(dataset, ..., config='loader.json'), "
+    "`autotune-loader run --start-with loader.json train.py`, or tune() for those of DataLoader."
+)
 HOW_TO_WRITE = "Write one with tune(..., output='loader.json') or result.save('loader.json')."
 
 
@@ -34,32 +38,45 @@ def load_config(path: str | os.PathLike[str] | None = None, *, on_mismatch: OnMi
             names, else `./loader.json`.
         on_mismatch: What to do if this machine differs, in a way that matters, from the one that was tuned. `"fit"`
             warns and removes workers that fewer cores cannot feed, and what needs a GPU if there is none. `"strict"`
-            raises an error. `"ignore"` returns the settings as they are. CUDA is not initialised: a GPU is seen once
-            torch is imported.
+            raises an error. `"ignore"` returns the settings as they are. CUDA is not initialised: NVIDIA's driver names
+            the GPU.
+
+    Warns:
+        UserWarning: The settings were fitted to this machine; or AutoLoader found them, for its own workers.
 
     Raises:
         ConfigFileError: The file cannot be read, or does not exist; the message names its path.
         MachineMismatchError: The machines differ and `on_mismatch="strict"`.
         ValueError: `on_mismatch` is none of the three.
     """
+    config, found_by = fitted_settings(path, on_mismatch)
+    if found_by == "autoloader":
+        warnings.warn(FOR_AUTOLOADER, stacklevel=2)
+    return config
+
+
+def fitted_settings(
+    path: str | os.PathLike[str] | None = None, on_mismatch: OnMismatch = "fit"
+) -> tuple[LoaderConfig, str]:
+    """What `load_config()` returns, and what found it, such as "tune"; a warning names the caller's caller."""
     require_choice("on_mismatch", on_mismatch, ("fit", "strict", "ignore"))
-    path = _find_file() if path is None else path
-    config, tuned_on = read_json(path, lambda raw: (config_of(raw), _machine_of(raw)))
+    path = find_file() if path is None else path
+    config, tuned_on, found_by = read_json(path, _settings_of)
     if on_mismatch == "ignore" or tuned_on is None:
-        return config
-    here, found = differences_here(tuned_on)
-    matters = [each.sentence for each in found if each.matters]
+        return config, found_by
+    here = _this_machine(tuned_on)
+    matters = [each.sentence for each in differences(tuned_on, here) if each.matters]
     if not matters:
-        return config
+        return config, found_by
     text = f"{os.fspath(path)} was tuned on another machine: {'; '.join(matters)}"
     if on_mismatch == "strict":
         raise MachineMismatchError(f"{text}. Tune again here, or load with on_mismatch='fit'.")
     fitted = fit(config, tuned_on, here)
-    warnings.warn(text if fitted == config else f"{text}; changed to {fitted}", stacklevel=2)
-    return fitted
+    warnings.warn(text if fitted == config else f"{text}; changed to {fitted}", stacklevel=3)
+    return fitted, found_by
 
 
-def _find_file() -> Path:
+def find_file() -> Path:
     """What `AUTOTUNE_LOADER_CONFIG` names, else `./loader.json`."""
     named = os.environ.get(CONFIG_VARIABLE)
     path = Path(named or FILE_NAME)
@@ -70,10 +87,14 @@ def _find_file() -> Path:
     raise ConfigFileError(f"there is no {path.absolute()}, and {CONFIG_VARIABLE} is not set. {HOW_TO_WRITE}")
 
 
-def differences_here(tuned_on: Fingerprint) -> tuple[Fingerprint, list[Difference]]:
-    """This machine, and how it differs from the one that a file was tuned on."""
-    here = inspect_machine().fingerprint(dataset=tuned_on.dataset)
-    return here, differences(tuned_on, here)
+def differences_here(tuned_on: Fingerprint | None) -> list[Difference]:
+    """How this machine differs from the one that a file was tuned on; not at all where it names none."""
+    return [] if tuned_on is None else differences(tuned_on, _this_machine(tuned_on))
+
+
+def _this_machine(tuned_on: Fingerprint) -> Fingerprint:
+    """This machine; the dataset is not known here, and taken for the same."""
+    return inspect_machine().fingerprint(dataset=tuned_on.dataset, gpu=visible_gpu())
 
 
 def read_json(path: str | os.PathLike[str], parse: Callable[[Any], _Kind]) -> _Kind:
@@ -107,11 +128,15 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a number in JSON")  # it would be saved as null, which means something else
 
 
+def _settings_of(raw: Mapping[str, Any]) -> tuple[LoaderConfig, Fingerprint | None, str]:
+    """Settings, the machine that was tuned if it is named, and what found them: of the plain values of a `loader.json`."""
+    machine = None if raw.get("machine") is None else from_plain(raw["machine"], Fingerprint)
+    return config_of(raw), machine, str(raw.get("found_by"))
+
+
 def config_of(raw: Mapping[str, Any]) -> LoaderConfig:
     """The settings that the plain values of a `loader.json` describe."""
-    for_autoloader = raw.get("found_by") == "autoloader"
-    values = {**raw["dataloader_kwargs"], **(raw.get("extras") or {}), "for_autoloader": for_autoloader}
-    return LoaderConfig.from_dict(values)
+    return LoaderConfig.from_dict({**raw["dataloader_kwargs"], **(raw.get("extras") or {})})
 
 
 def fit(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> LoaderConfig:
@@ -125,7 +150,3 @@ def fit(config: LoaderConfig, tuned_on: Fingerprint, here: Fingerprint) -> Loade
     config = config.with_workers(workers)
     lacks_gpu = here.gpu == NO_GPU and tuned_on.gpu not in (None, NO_GPU)
     return replace(config, pin_memory=False, device_prefetch=0) if lacks_gpu else config
-
-
-def _machine_of(raw: Mapping[str, Any]) -> Fingerprint | None:
-    return None if raw.get("machine") is None else from_plain(raw["machine"], Fingerprint)

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from autotune_loader.machine.facts import Fingerprint
-from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, read_json
+from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, find_file, read_json
 from autotune_loader.values import (
-    FOR_AUTOLOADER,
     Interval,
     LoaderConfig,
     Measurement,
@@ -42,11 +41,12 @@ else:
     Study = Any  # importing Optuna takes a second, and no file holds one
 
 log = logging.getLogger(__name__)
+_Loader = TypeVar("_Loader")
 Status = Literal["complete", "undecided", "partial", "fallback"]
 FoundBy = Literal["tune", "autoloader", "watch"]
 NOT_IN_FILE = ("best", "study", "parts")
 """Fields that are not in `loader.json`, or not under their name: `best` is `dataloader_kwargs` and `extras`."""
-FILE_ONLY = ("schema_version", "created_by", "for", "dataloader_kwargs", "extras")
+FILE_ONLY = ("schema_version", "created_by", "dataloader_kwargs", "extras")
 """Keys of `loader.json` that are not fields. `dataloader_kwargs` can be passed to `DataLoader` as they stand."""
 ORDER = ("shuffle", "sampler", "batch_sampler")
 """Arguments of DataLoader that decide the order of the samples."""
@@ -163,7 +163,7 @@ class TuningResult:
             return averaged(in_rounds)
         return own[-1].measurement if own else None
 
-    def apply_to(self, loader: Any, *, device: Any = None) -> Any:
+    def apply_to(self, loader: _Loader, *, device: Any = None) -> _Loader:
         """Return a loader with the settings of the result: same dataset, sampler, shuffling and class.
 
         Args:
@@ -174,9 +174,7 @@ class TuningResult:
             ValueError: A batch size was tuned, and this loader has a batch_sampler, which decides it; or its class
                 keeps something that runs, such as a thread. The message names what to try.
         """
-        from autotune_loader.pipeline.build import rebuild
-
-        return self._on_device(rebuild(loader, self.best), device)
+        return self.best.apply_to(loader, device=device)
 
     def make_loader(self, dataset: Any, *, device: Any = None, **kwargs: Any) -> DataLoader[Any]:
         """Return a DataLoader over `dataset` with the settings of the result.
@@ -193,12 +191,15 @@ class TuningResult:
         Raises:
             ValueError: The tuned loader had its own sampler or batch_sampler, which belongs to another dataset.
         """
+        from autotune_loader.pipeline.batches import prefetched_as_tuned
         from autotune_loader.pipeline.build import build_loader
 
         parts = {**self._parts_for(dataset, kwargs), **kwargs}
         if parts.get("batch_sampler") is None:
             parts = {"batch_size": self.batch_size, "drop_last": self.drop_last, **parts}
-        made: DataLoader[Any] = self._on_device(build_loader(dataset, self.best, **parts), device)
+        made: DataLoader[Any] = prefetched_as_tuned(
+            build_loader(dataset, self.best, **parts), self.best, device or "cuda"
+        )
         return made
 
     def _parts_for(self, dataset: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,11 +220,6 @@ class TuningResult:
             "dataset."
         )
 
-    def _on_device(self, loader: Any, device: Any) -> Any:
-        from autotune_loader.pipeline.batches import prefetched_as_tuned
-
-        return prefetched_as_tuned(loader, self.best, device or "cuda")
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `loader.json`. The file is replaced at once, so a reader never sees half of it.
 
@@ -233,13 +229,16 @@ class TuningResult:
         write_json(self.to_dict(), path, private=has_traceback)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
+    def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
         """Read the result that `save()` wrote.
+
+        Args:
+            path: The file; by default that of `load_config()`.
 
         Raises:
             ConfigFileError: The file is missing, corrupt, or of a newer version.
         """
-        return read_json(path, cls.from_dict)
+        return read_json(find_file() if path is None else path, cls.from_dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The plain JSON values of `loader.json`. Below the first level, default values are left out."""
@@ -254,8 +253,7 @@ class TuningResult:
             {
                 "schema_version": SCHEMA_VERSION,
                 "status": kept.pop("status"),
-                **({"for": FOR_AUTOLOADER} if self.found_by == "autoloader" else {}),
-                "dataloader_kwargs": self.best.arguments(),
+                "dataloader_kwargs": self.best.to_kwargs(),
                 "extras": {name: value for name, value in extras.items() if value},
                 **kept,
                 "created_by": f"autotune_loader {__version__}",
@@ -273,8 +271,8 @@ class TuningResult:
         known = {each.name for each in fields(cls)}.difference(NOT_IN_FILE)
         if unknown := sorted(raw.keys() - known - set(FILE_ONLY)):
             log.info("keys that this release does not use are ignored: %s", ", ".join(unknown))
-        values, best = {name: raw[name] for name in known & raw.keys()}, config_of(raw)
-        return from_plain({**values, "best": {**best.to_dict(), "for_autoloader": best.for_autoloader}}, cls)
+        values = {name: raw[name] for name in known & raw.keys()}
+        return from_plain({**values, "best": config_of(raw).to_dict()}, cls)
 
     def predict(
         self, num_workers: int | None = None, prefetch_factor: int | None = None, *, cores: float | None = None
@@ -307,9 +305,7 @@ class TuningResult:
 
     def differences(self) -> list[str]:
         """How this machine differs from the one that was tuned: sentences; those that matter come first, with "!"."""
-        found = [] if self.machine is None else differences_here(self.machine)[1]
-        ordered = sorted(found, key=lambda each: not each.matters)
-        return [f"{'!' if each.matters else '~'} {each.sentence}" for each in ordered]
+        return [str(each) for each in differences_here(self.machine)]
 
     @property
     def summary(self) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ errors.py         every exception of the package
 
 from autotune_loader.values.config import (
     ALLOWABLE,
-    FOR_AUTOLOADER,
     TORCH_PREFETCH_FACTOR,
     WITHOUT_WORKERS,
     LoaderConfig,

@@ -6,11 +6,11 @@ Torch is not imported, so that a `loader.json` can be read on a machine without 
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
+_Loader = TypeVar("_Loader")
 ALLOWABLE = ("batch_size", "in_order", "persistent_workers", "device_prefetch")
 """What `allow=` may name: these change training, or take memory of the device, and are searched only if allowed."""
 TORCH_PREFETCH_FACTOR = 2  # DataLoader's default where there are workers
@@ -22,10 +22,6 @@ WITHOUT_WORKERS: dict[str, Any] = {
     "multiprocessing_context": None,
 }
 """What only workers have, as it has to be where there are none."""
-FOR_AUTOLOADER = (
-    "these settings were found by AutoLoader and hold for its way of transferring batches: AutoLoader(dataset, ..., "
-    "config='loader.json') or `autotune-loader run --start-with loader.json train.py` runs them; tune() finds DataLoader's"
-)
 # A file may come from anywhere, and DataLoader starts as many processes as it says.
 _MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetch": 64}
 
@@ -34,7 +30,8 @@ _MOST_IN_A_FILE = {"num_workers": 1024, "prefetch_factor": 4096, "device_prefetc
 class LoaderConfig:
     """Legal settings of a DataLoader.
 
-    Pass them to any DataLoader: `DataLoader(dataset, batch_size=64, **config.to_kwargs())`. Combinations that PyTorch
+    Pass them to any DataLoader: `DataLoader(dataset, batch_size=64, **config.to_kwargs())`, or apply them to one:
+    `loader = config.apply_to(loader)`. Combinations that PyTorch
     refuses (such as a prefetch_factor without workers) cannot be constructed.
 
     Raises:
@@ -58,8 +55,6 @@ class LoaderConfig:
     """Samples per batch where the user allowed it to be tuned; never part of `to_kwargs()`."""
     device_prefetch: int = 0
     """Batches that `DevicePrefetcher` copies ahead on a side stream; 0 is off."""
-    for_autoloader: bool = field(default=False, compare=False, repr=False)
-    """Whether it was loaded from a file of AutoLoader's, which tells nothing of DataLoader; no setting."""
 
     def __post_init__(self) -> None:
         require_int("num_workers", self.num_workers, minimum=0)
@@ -114,16 +109,7 @@ class LoaderConfig:
 
         Beyond `num_workers` and `pin_memory` they have only what differs from the defaults, so they also fit a
         PyTorch that does not know newer arguments.
-
-        Warns:
-            UserWarning: The settings were found by AutoLoader, and hold for it.
         """
-        if self.for_autoloader:
-            warnings.warn(FOR_AUTOLOADER, stacklevel=2)
-        return self.arguments()
-
-    def arguments(self) -> dict[str, Any]:
-        """As `to_kwargs()`, for AutoLoader, and to be shown."""
         kwargs: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
         if self.num_workers > 0:
             kwargs["prefetch_factor"] = self.prefetch_factor
@@ -134,11 +120,27 @@ class LoaderConfig:
                 kwargs["multiprocessing_context"] = self.multiprocessing_context
         return kwargs
 
+    def apply_to(self, loader: _Loader, *, device: Any = None) -> _Loader:
+        """Return a loader with these settings: same dataset, sampler, shuffling and class.
+
+        Args:
+            loader: A DataLoader, or a subclass such as StatefulDataLoader. It does not change.
+            device: Device of the step, if `device_prefetch` is set: a `DevicePrefetcher` then copies the loader's batches
+                ahead. "cuda" by default.
+
+        Raises:
+            ValueError: `batch_size` is set, and this loader has a batch_sampler, which decides it; or its class keeps
+                something that runs, such as a thread. The message names what to try.
+        """
+        from autotune_loader.pipeline.batches import prefetched_as_tuned
+        from autotune_loader.pipeline.build import rebuild
+
+        made: _Loader = prefetched_as_tuned(rebuild(loader, self), self, device or "cuda")
+        return made
+
     def to_dict(self) -> dict[str, Any]:
         """Every setting, as plain JSON values; the inverse of `from_dict`."""
-        values = asdict(self)
-        del values["for_autoloader"]
-        return values
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LoaderConfig:

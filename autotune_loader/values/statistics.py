@@ -30,12 +30,37 @@ MIXTURE = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate with its two-sided confidence interval and the number of observations behind it."""
+    """An estimate with its two-sided confidence interval and the number of observations behind it.
+
+    `float(interval)` is the estimate. A comparison with a number is true if it holds for the whole interval: `interval > 1.1`
+    compares `low`, `interval < 1.1` compares `high`. Both are false for a number within the interval. Two intervals have no
+    order (TypeError).
+
+    Attributes:
+        value: The estimate.
+        low, high: Limits of the interval; infinite where nothing is known of the error.
+        count: Number of observations.
+    """
 
     value: float
     low: float
     high: float
     count: int
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __gt__(self, number: float) -> bool:
+        return self.low > _number(number)
+
+    def __ge__(self, number: float) -> bool:
+        return self.low >= _number(number)
+
+    def __lt__(self, number: float) -> bool:
+        return self.high < _number(number)
+
+    def __le__(self, number: float) -> bool:
+        return self.high <= _number(number)
 
     def __str__(self) -> str:
         """As words: "4.10 (3.89 to 4.33)", and without limits where these tell nothing."""
@@ -51,6 +76,12 @@ class Interval:
     def is_telling(self) -> bool:
         """Whether it narrows anything down: not that of one observation, nor one wider than twice its value."""
         return math.isfinite(self.low) and self.high - self.low <= 2 * abs(self.value)
+
+
+def _number(value: float) -> float:
+    if isinstance(value, Interval):
+        raise TypeError("an Interval is compared with a number, not with another Interval. Try their low and high.")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import rank_of_environment
-from autotune_loader.watch.run_plan import LINE, VARIABLE, Plan, Verb, say
+from autotune_loader.watch.run_plan import ASKED, LINE, VARIABLE, Plan, Verb, say
 
 if TYPE_CHECKING:
     from autotune_loader.report.script import ScriptReport
@@ -53,11 +53,13 @@ _telling: list[bool] = []
 
 
 class Hook:
-    """Finds the loaders of this process, until `close`, the end of a `with` block, or the end of the process."""
+    """What `enable()` returns: it finds the loaders of this process until `close()`, or the end of a `with` block."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, within: Hook | None = None) -> None:
+        self.plan: Plan = plan
+        self._within = within  # one that goes on when this one is closed
         self._session: Session | None = None
+        self._told: ScriptReport | None = None  # at the end
         self._others: list[Any] = []  # what other processes saw, as far as it was gathered
 
     @property
@@ -83,12 +85,22 @@ class Hook:
 
     @property
     def report(self) -> ScriptReport | None:
-        """What is known by now of the loaders of this process; None before one of them gave a batch."""
-        if not self.has_batches:
-            return None
+        """The loaders of this process as of now, or as of `close()`; None if none of them has given a batch."""
+        if self._told is None and self._within is not None:
+            return self._within.report
+        if self._told is not None or not self.has_batches:
+            return self._told
         from autotune_loader.watch.report import seen_of
 
         return seen_of(self.session).report
+
+    def metrics(self, loader: Any, prefix: str = "") -> dict[str, float]:
+        """Return a loader's figures since the last call, as `AutoLoader.metrics()` does; nothing if it is not watched."""
+        session = (self._within or self)._session
+        known = None if session is None else session.known_as(loader)
+        if known is None:
+            return {}
+        return {f"{prefix}num_workers": float(loader.num_workers), **known.log.recent(prefix)}
 
     @property
     def is_waiting_too_long(self) -> bool:
@@ -109,7 +121,7 @@ class Hook:
             if seen := self._seen():
                 from autotune_loader.watch.report import tell
 
-                tell(seen, self.plan, flushes=flushes)
+                self._told = tell(seen, self.plan, flushes=flushes)
             elif self.plan.pid in (None, os.getpid()) and not rank_of_environment()[0]:
                 nothing = "No PyTorch DataLoader was iterated: nothing to report."
                 say(f"\nautotune-loader {self.plan.verb}: {nothing}", flushes=flushes)
@@ -135,12 +147,14 @@ class Hook:
         write_result(self.session)
 
     def close(self) -> None:
-        """Leave loaders alone from now on, and print the report on stderr. What is iterated already goes on."""
+        """Leave loaders alone from now on, and print the report on stderr. Loops that have begun go on."""
         if self in active:
             active.remove(self)
             self.tell()
             if self._session is not None:
                 self._session.close()
+        elif self._told is None:
+            self._told = self.report
 
     def __enter__(self) -> Hook:
         return self
@@ -165,7 +179,8 @@ def enable(
         output: Path of the `loader.json` that is written at the end.
 
     Returns:
-        A context manager that ends it on exit. Without `with`, it ends with the process.
+        A `Hook`: `report` is a `ScriptReport`, in a `with` block and after it, and `metrics(loader)` is for loggers.
+        Leaving the block, or `close()`, ends it and prints the report; otherwise it ends with the process.
 
     Raises:
         ValueError: `verb` is unknown; or another verb is enabled and not closed.
@@ -176,7 +191,7 @@ def enable(
         hook = active[-1]
         if hook.plan.script is None and hook.plan.verb != verb:
             raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
-        return Hook(hook.plan)  # it is not installed: that one goes on when this is closed
+        return Hook(hook.plan, hook)  # it is not installed: that one goes on when this is closed
     path = None if output is None else str(Path(output).absolute())
     hook = Hook(Plan(verb=verb, allow_workers=allow_workers, output=path))
     hook.install()
@@ -184,7 +199,16 @@ def enable(
 
 
 def begin_as_handed_on() -> None:
-    """Find the loaders of a process that a script has started, as the script's own plan says; `sitecustomize` calls it."""
+    """Find the loaders of this process as its environment says; `sitecustomize` calls it.
+
+    That is the plan of the script that has started it, or what the user asks for, which is handed on from here.
+    """
+    if (text := os.environ.pop(ASKED, None)) and VARIABLE not in os.environ:
+        try:
+            Plan.asked(text).hand_on()
+        except ValueError as error:
+            say(f"autotune-loader: {error}")
+            return
     Hook(Plan(**json.loads(os.environ[VARIABLE]))).install()
 
 

@@ -45,6 +45,7 @@ def seen_of(session: Session) -> ProcessReport:
         ranks=session.ranks,
         report=ScriptReport(
             verb=session.plan.verb,
+            torch=str(torch.__version__),
             seconds=time.monotonic() - session.begun,
             loaders=tuple(sorted(reports, key=lambda each: -each.seconds)),
             traces=tuple(trace for each in known if (trace := each.trace(each.name)) is not None),
@@ -53,15 +54,14 @@ def seen_of(session: Session) -> ProcessReport:
     )
 
 
-def tell(seen: Sequence[ProcessReport], plan: Plan, *, flushes: bool = True) -> None:
-    """Print the report and write the files that were asked for; what cannot be written is said, not raised.
+def tell(seen: Sequence[ProcessReport], plan: Plan, *, flushes: bool = True) -> ScriptReport:
+    """Print the report, write the files that were asked for, and return it; what cannot be written is said, not raised.
 
     Of the ranks of a job, rank 0 speaks; of a script's processes, the one that the command has started.
     """
-    if plan.is_told_elsewhere and leave(seen[0], str(plan.folder)):
-        return
-    if not (told := [each for each in seen if not each.rank]):
-        return
+    told = [each for each in seen if not each.rank]
+    if (plan.is_told_elsewhere and leave(seen[0], str(plan.folder))) or not told:
+        return seen[0].report
     main, report = max(told, key=lambda each: each.main.seconds), report_of(told)
     report = report.beside_ranks({each.rank: each.report for each in reversed(seen)})
     notes = [text.sentence for each in seen if (text := each.too_long(plan)) is not None][:1]
@@ -72,6 +72,7 @@ def tell(seen: Sequence[ProcessReport], plan: Plan, *, flushes: bool = True) -> 
     if plan.report:
         report = replace(report, notes=(*notes, _written(plan.report, report.save)))
     say(f"\n{report}", flushes=flushes)
+    return report
 
 
 def write_result(session: Session) -> None:
@@ -114,8 +115,8 @@ def _report_of(loader: ScriptLoader, job: Job) -> LoaderReport:
         samples_per_s=rate,
         wait_share=wait,
         gpu_utilization=loader.gpu_busy_s / loader.gpu_s if loader.gpu_s else None,
-        settings=loader.own.arguments(),
-        settings_now=(loader.own if found is None else found.best).arguments(),
+        settings=loader.own.to_kwargs(),
+        settings_now=(loader.own if found is None else found.best).to_kwargs(),
         speedup=found.gain if is_changed else None,
         kept=kept,
         delivered=tuple(loader.delivered[each] for each in range(loader.own.num_workers)) if loader.delivered else None,

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from typing import Any, Literal
 
 VARIABLE = "AUTOTUNE_LOADER_SCRIPT"
 """Of the environment: the plan, for processes that the script starts."""
+ASKED = "AUTOTUNE_LOADER"
+"""Of the environment: what the user asks for where a launcher has the command line."""
+FILES = {"-o": "output", "--json": "report"}
+"""Options of it."""
 STARTUP = str(Path(__file__).with_name("startup"))
 """A folder whose `sitecustomize` Python imports when it starts, before anything of the script."""
 LINE = "_autotune_loader_line"
@@ -35,7 +40,9 @@ class Plan:
     """What the command line, or `enable()`, asked for. Paths are absolute: a script may change its folder."""
 
     verb: Verb
-    script: str | None = None  # as it was named, with its arguments; None where no command line started it
+    script: str | None = (
+        None  # as it was named, with its arguments; None after `enable()`, "" where the environment says it
+    )
     allow_workers: bool = False  # whether a loader that asked for no workers may have some
     max_workers: int | None = None  # of each loader
     start_with: str | None = None  # the loader.json to start with
@@ -52,11 +59,32 @@ class Plan:
         return self.pid not in (None, os.getpid()) and Path(f"/proc/{self.pid}").exists()
 
     def to_run(self, *, allow_workers: bool) -> str:
-        """What tunes the same loaders: a command, the head of a cell, or a call in the script."""
-        if self.script is None and "get_ipython" not in vars(builtins):
-            return f'enable("run"{", allow_workers=True" if allow_workers else ""})'
-        head = "%%watch run" if self.script is None else "autotune-loader run"
-        return " ".join(filter(None, [head, "--allow-workers" if allow_workers else "", self.script]))
+        """What tunes the same loaders: a command, a variable, the head of a cell, or a call in the script."""
+        verb = "run --allow-workers" if allow_workers else "run"
+        if self.script:
+            return f"autotune-loader {verb} {self.script}"
+        if self.script is not None:
+            return f"{ASKED}={shlex.quote(verb)}"
+        if "get_ipython" in vars(builtins):
+            return f"%%watch {verb}"
+        return f'enable("run"{", allow_workers=True" if allow_workers else ""})'
+
+    @classmethod
+    def asked(cls, text: str) -> Plan:
+        """What `AUTOTUNE_LOADER` asks for: a verb with its options, such as "run --allow-workers -o loader.json".
+
+        Raises:
+            ValueError: There is no such verb or option.
+        """
+        verb, *words = shlex.split(text) or [""]
+        allow_workers = verb == "run" and "--allow-workers" in words
+        if allow_workers:
+            words.remove("--allow-workers")
+        files = dict(zip(words[::2], words[1::2], strict=False))
+        if verb not in ("watch", "run") or len(words) % 2 or not files.keys() <= FILES.keys():
+            raise ValueError(f"{ASKED}={text!r} is not known. Try {ASKED}=watch or {ASKED}='run --allow-workers'.")
+        paths: dict[str, Any] = {FILES[name]: str(Path(path).absolute()) for name, path in files.items()}
+        return cls(verb=verb, script="", allow_workers=allow_workers, **paths)  # type: ignore[arg-type]  # one of them
 
     def hand_on(self) -> None:
         """From now on the processes that this one starts do the same."""
@@ -73,13 +101,21 @@ def say(text: str, *, flushes: bool = True) -> None:
             sys.stdout.flush()
     try:
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
-        if "NO_COLOR" not in os.environ and getattr(sys.stderr, "isatty", bool)():
+        if _is_coloured(sys.stderr):
             text = SHARE_AND_NEXT.sub("\033[1;36m\\g<0>\033[0m", text)
         print(text.encode(encoding, LEGIBLY).decode(encoding), file=sys.stderr, flush=True)
     except OSError:
         sys.stderr = None  # else what it holds back would make Python's exit code 120
     except (ValueError, AttributeError, RuntimeError):  # the last one within a signal handler, amid another print
         pass
+
+
+def _is_coloured(stream: Any) -> bool:
+    """As https://no-color.org and https://force-color.org say."""
+    off, on = os.environ.get("NO_COLOR"), os.environ.get("FORCE_COLOR")
+    if off or on:
+        return not off
+    return os.environ.get("TERM") != "dumb" and getattr(stream, "isatty", bool)()
 
 
 def _replaced(error: Any) -> tuple[str, int]:

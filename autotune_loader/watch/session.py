@@ -62,6 +62,11 @@ class Session:
         """Those that gave a batch."""
         return [each for each in self.loaders if each.log.totals.batches]
 
+    def known_as(self, loader: Any) -> ScriptLoader | None:
+        """What is known of a loader; None before it is iterated."""
+        known = self._by_id.get(id(loader))
+        return known if known is not None and known.owner() is loader else None
+
     def watch(self, iterator: Any, loader: Any, begun: float) -> None:
         """An iterator has begun to be made; its loop is watched."""
         known, kind = self._loader_of(loader, _found_of(loader)), type(loader)
@@ -104,8 +109,7 @@ class Session:
         asked = None if found is None else found.tuner.asked
         if distributed.is_available() and distributed.is_initialized():  # at the end the group may be gone
             self.rank, self.ranks = distributed.get_rank(), distributed.get_world_size()
-        known = self._by_id.get(id(loader))
-        if known is not None and known.owner() is loader:
+        if (known := self.known_as(loader)) is not None:
             if _is_as_it_was(known, loader, found):
                 return known
             if found is None and _has_our_numbers(loader):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from autotune_loader import AutoLoader, LoaderConfig, load_config
+from autotune_loader import AutoLoader, LoaderConfig, TuningResult, load_config
 from autotune_loader.autoloader.meter import measured
 from tests.support.schedules import Fetched, Noise, Numbers, Stream, states
 
@@ -139,13 +139,26 @@ def test_findings_outlive_the_loader_and_are_saved(tmp_path: Path) -> None:
         pass
     found, data = loader.found, loader.dataset
     loader.save(tmp_path / "loader.json")
-    assert load_config(tmp_path / "loader.json") == LoaderConfig()
+    assert TuningResult.load(tmp_path / "loader.json").best == LoaderConfig()
     assert str(loader) == str(loader.result)
     del loader
     gc.collect()
     assert not any(data in gc.get_referents(each) for each in (found, found.log, found.__dict__))
     assert found.result.best == LoaderConfig()
     assert found.log.totals.batches == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({}, "AutoLoader(Numbers, 0 workers, tuning)"),
+        ({"num_workers": 2}, "AutoLoader(Numbers, 2 workers, tuning)"),
+        ({"num_workers": 1}, "AutoLoader(Numbers, 1 worker)"),
+        ({"num_workers": 2, "tune": False}, "AutoLoader(Numbers, 2 workers)"),
+    ],
+)
+def test_its_repr_says_whether_it_tunes(arguments: dict[str, Any], shown: str) -> None:
+    assert repr(AutoLoader(Numbers(4), **arguments)) == shown
 
 
 def test_the_iterator_begun_last_counts() -> None:
@@ -186,10 +199,12 @@ def test_metrics_are_those_since_the_last_call() -> None:
     loader = AutoLoader(Numbers(40), batch_size=4)
     assert loader.metrics() == {"num_workers": 0.0}
     list(loader)
-    seen = loader.metrics()
-    assert set(seen) == {"num_workers", "data_time", "data_wait_share", "samples_per_sec"}
-    assert 0 < seen["data_wait_share"] <= 1
-    assert seen["samples_per_sec"] > 0
+    seen = loader.metrics("loader/")
+    names = ("num_workers", "wait_s", "wait_share", "samples_per_s")
+    assert set(seen) == {f"loader/{name}" for name in names}
+    assert 0 < seen["loader/wait_share"] <= 1
+    assert 0 < seen["loader/wait_s"] * 10 <= loader.log.totals.waited_s
+    assert seen["loader/samples_per_s"] > 0
     assert loader.metrics() == {"num_workers": 0.0}
 
 
@@ -212,9 +227,8 @@ def test_findings_so_far_are_told_and_saved(tmp_path: Path) -> None:
     assert "Keep" not in loader.report()
     assert loader.kept is not None
     assert loader.kept.kind == "not_settled"
-    # AND its file is for AutoLoader, which says so
+    # AND its file is for AutoLoader, as those who read it for another loader are told
     loader.save(tmp_path / "loader.json")
-    config = load_config(tmp_path / "loader.json")
     with pytest.warns(UserWarning, match="found by AutoLoader"):
-        config.to_kwargs()
+        config = load_config(tmp_path / "loader.json")
     assert AutoLoader(Numbers(4), config=tmp_path / "loader.json").config == config

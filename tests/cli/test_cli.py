@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -21,11 +22,12 @@ from torch.utils.data import DataLoader
 
 import autotune_loader
 from autotune_loader import cli, demo
+from autotune_loader.cli.app import make_parser
 from autotune_loader.cli.doctor import examination
-from autotune_loader.cli.parser import Command
 from autotune_loader.machine import nvml
 from autotune_loader.machine.facts import Fingerprint, inspect_machine
 from autotune_loader.machine.nvml import GpuUse
+from autotune_loader.tuning.arguments import answers_unknown_arguments
 from autotune_loader.values import LoaderConfig, WorkloadError
 from autotune_loader.watch.run_plan import say
 
@@ -45,7 +47,6 @@ make_numbers = lambda: NUMBERS
 make_pair = lambda: (NUMBERS, "a model")
 make_arguments = lambda: {"data": NUMBERS, "batch_size": 4, "budget": "9s"}
 make_mistyped = lambda: {"data": NUMBERS, "batchsize": 4}
-make_nothing = lambda: None
 make_with = lambda folder: NUMBERS
 make_broken = lambda: open_the_files()
 
@@ -63,11 +64,6 @@ def parsed(required):
 
 make_by_line = lambda: parsed(required=False)
 make_by_data = lambda: parsed(required=True)
-
-def make_noisy():
-    print("the factory prints")
-    os.system("echo a child prints")
-    return NUMBERS
 """
 FILES = {
     "train.py": TRAIN,
@@ -103,14 +99,14 @@ def folder(tmp_path, monkeypatch, result):
 def tune(monkeypatch, result):
     """Stands for `tune()`, and answers with a result made beforehand."""
     fake = create_autospec(REAL_TUNE, return_value=result)
-    monkeypatch.setattr(autotune_loader, "tune", fake)
+    monkeypatch.setattr(autotune_loader, "tune", answers_unknown_arguments(fake))
     return fake
 
 
 def test_every_command_has_help_with_an_example(capsys):
     assert cli.main(["--help"]) == 0
     listed = capsys.readouterr().out
-    for command in ("demo", "doctor", "run", "show", "tune", "watch"):
+    for command in ("check", "demo", "doctor", "run", "show", "tune", "watch"):
         assert f"\n  autotune-loader {command} " in listed
         assert cli.main([command, "--help"]) == 0
         told = capsys.readouterr().out
@@ -120,39 +116,48 @@ def test_every_command_has_help_with_an_example(capsys):
     assert capsys.readouterr().out == f"autotune-loader, version {autotune_loader.__version__}\n"
 
 
+SEE = "See autotune-loader --help."
 WRONG = {
-    "tun train:make_numbers": "'tun'. Try autotune-loader tune train:make_numbers.",
+    "tun train:make_numbers": "unknown command 'tun'. Did you mean 'tune'?",
     "train.py --epochs 3": "'train.py'. Try autotune-loader watch train.py --epochs 3.",
-    "-o x watch train.py": "after the command: autotune-loader watch -o x train.py",
-    "--nothing": "no command '--nothing'. Try autotune-loader --help.",
-    "watch": "required: SCRIPT. Try autotune-loader watch train.py.",
+    "nowhere.py --epochs 3": f"unknown command 'nowhere.py'. {SEE}",
+    "--verbose watch train.py": f"unknown option --verbose. Options go after the command. {SEE}",
+    "-o x watch train.py": "unknown option -o. Options go after the command.",
+    "watch": "required: SCRIPT. See autotune-loader watch --help.",
     "watch -o /dev/null/x.json train.py": "--output='/dev/null/x.json' cannot be written (Not ",
+    "watch --json train.py": "is a script. Try --json report.json train.py.",
+    "run -o train.py --epochs 3": "is a script. Try --output loader.json train.py.",
     "run --max-workers 0 train.py": "'0' must be an integer >= 1",
     "tune train:make_numbers --max-workers=-1": "'-1' must be an integer >= 0",
     "run --start-with /nope/x.json train.py": "/nope/x.json",
     "watch --fail-if-wait ten train.py": "'ten' must be between 0% and 100%, such as 5%",
     "run --fail-if-wait 110% train.py": "'110%' must be between",
-    "run --workers train.py": "unknown option --workers. Did you mean --max-workers?",
-    "watch --epochs 3 train.py": "unknown option --epochs. An argument of the script goes after",
-    "tune train:make_numbers --data /x": "tune train.py:make_loader -- --data\n",
+    "run --workers 8 train.py": "unknown option --workers. Did you mean --max-workers?",
+    "watch --epochs 3 train.py": "--epochs. Options of the script go after its name.",
+    "tune train:make_numbers --data /x": "--data. Arguments of the script go after --.",
+    "tune train:make_numbers --json": "unknown option --json. Arguments of the script go",
     "tune train:make_numbers --allow x": "invalid choice: 'x' (choose from",
-    "doctor now": "unknown option now. See autotune-loader doctor --help",
+    "doctor now": "unknown option now. See autotune-loader doctor --help for all options.",
+    "check --stric": "unknown option --stric. Did you mean --strict?",
     "demo --budget 0": "Error: budget='0' ",
-    "tune trian:make_numbers": "Error: there is no module 'trian'",
-    "tune trian.py:make_numbers": "Error: there is no file 'trian.py'",
-    "tune difflib.py:make": "imported: another module has the name 'difflib'",
-    "tune train.py": "'train.py' does not name a function. Try train.py:make_loader",
-    "tune train:make_number": "no 'make_number'; did you mean 'make_numbers'?",
-    "tune train:nothing_like_it": "Error: train has no 'nothing_like_it'; it has ",
+    "tune trian:make_numbers": "there is no module 'trian' in {}. Did you mean train?",
+    "tune trian.py:make_numbers": "there is no file 'trian.py' in {}. Did you mean train.py?",
+    "tune jobs/jbo.py:make": "there is no file 'jobs/jbo.py' in {}. Did you mean jobs/job.py?",
+    "tune nowhere.py:make": "there is no file 'nowhere.py' in {}.\n",
+    "tune difflib.py:make": "imported: another module has the name 'difflib'. Rename",
+    "tune train.py": "'train.py' does not name a function. Add its name",
+    "tune train.py:NUMBERS --storage nowhere://x": "storage",
+    "tune train:make_number": "no 'make_number'. Did you mean train:make_numbers?",
+    "tune train:nothing_like_it": "Error: train has no 'nothing_like_it'. It has ",
     "tune train:make_with": "missing 1 required positional argument: 'folder'",
-    "tune train:make_nothing": "make_nothing gives None; it has to give a dataset",
-    "tune train:make_mistyped": "unexpected keyword argument 'batchsize'",
+    "tune train:make_mistyped": "batchsize=4 is not an argument of tune(). Try batch_size=....",
     "tune train:make_broken": "in open_the_files",
-    "tune train.py:make_by_data": "failed. Arguments of the script go after --, as in",
+    "tune train.py:make_by_data": "failed. Arguments of the script go after --.",
     "tune broken:make": 'broken.py", line 1',
     "show nowhere.json": "nowhere.json",
     "show train.py --code": "is not a valid loader.json",
     "show loader.json --html train.py/page.html": "--html='train.py/page.html' cannot be",
+    "check nowhere.json": "path='nowhere.json' cannot be read",
 }
 
 
@@ -160,10 +165,29 @@ WRONG = {
 def test_a_wrong_line_is_answered_with_what_works(line, told, tune, capsys):
     assert cli.main(line.split()) == 2
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert told.format(Path.cwd()) in captured.err
     assert captured.out == ""
     # AND a traceback is the user's own
     assert not re.search("tune_command.py|importlib", captured.err)
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_line_that_is_suggested_parses(line, tune, capsys):
+    cli.main(line.split())
+    pattern = r"(?:Try|See) autotune-loader (.+?)(?: for all options)?\.$"
+    for suggested in re.findall(pattern, capsys.readouterr().err):
+        try:
+            make_parser()[0].parse_args(suggested.split())
+        except SystemExit:  # of --help
+            continue
+
+
+@pytest.mark.parametrize("line", ["show", "tune train:make_numbers"])
+def test_bugs_keep_their_traceback(line, tune, monkeypatch):
+    broken = tune.side_effect = Mock(side_effect=ValueError("a bug"))
+    monkeypatch.setattr(autotune_loader.TuningResult, "report", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(line.split())
 
 
 @pytest.mark.parametrize(
@@ -178,8 +202,7 @@ def test_a_wrong_line_is_answered_with_what_works(line, told, tune, capsys):
     ],
 )
 def test_the_least_and_the_most_are_taken(line, name, value):
-    command, *arguments = line.split()
-    assert Command.all[command].parsed(arguments).keywords[name] == value
+    assert vars(make_parser()[0].parse_args(line.split()))[name] == value
 
 
 SHAPES = WorkloadError("the first batch failed", "Traceback ...\nRuntimeError: shapes do not fit")
@@ -227,6 +250,19 @@ def test_tune_gets_data_and_options(line, expected, tune):
     assert data == [1, 2, 3] if line.startswith("jobs") else type(data).__name__ == "Numbers"
 
 
+def test_storage_opens_a_study_of_that_name(tune):
+    assert cli.main(["tune", "train:NUMBERS", "--storage", "new/study.journal"]) == 0
+    assert tune.call_args.kwargs["study"].study_name == "train:NUMBERS"
+    assert Path("new/study.journal").exists()
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line(tune, result, capsys):
+    tune.side_effect = lambda *_, **__: warnings.warn("careful", stacklevel=1) or result
+    assert cli.main(["tune", "train:NUMBERS"]) == 0
+    assert capsys.readouterr().err == "Warning: careful\n"
+
+
 @pytest.mark.parametrize(
     ("status", "code"), [("complete", 0), ("undecided", 0), ("fallback", 3), ("partial", 130)]
 )
@@ -236,14 +272,6 @@ def test_tune_reports_and_tells_by_its_code(status, code, tune, capsys):
     text = capsys.readouterr().out
     assert "Bottleneck: CPU." in text
     assert "\nWritten to loader.json. For your training script: autotune-loader show " in text
-
-
-@pytest.mark.process
-def test_json_is_alone_on_stdout(tune, capfd):
-    assert cli.main(["tune", "train:make_noisy", "--json"]) == 0
-    captured = capfd.readouterr()
-    assert json.loads(captured.out) == json.loads(Path("loader.json").read_text())
-    assert sorted(captured.err.splitlines()) == ["a child prints", "the factory prints"]
 
 
 def test_a_terminal_without_our_characters_has_others(monkeypatch):
@@ -260,19 +288,6 @@ def test_a_terminal_without_our_characters_has_others(monkeypatch):
     assert err.buffer.getvalue().endswith(b"\na - b - c +- ?\n")
 
 
-def test_a_terminal_has_colour_unless_asked_not_to(monkeypatch, capsys):
-    plain = "  waits for data 96% of the time\n  next: `autotune-loader\n    run`."
-    share, step = "\033[1;36mwaits for data 96%\033[0m", "next: `autotune-loader\n    run`."
-    coloured = f"  {share} of the time\n  \033[1;36m{step}\033[0m"
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    say(plain)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    say(plain)
-    monkeypatch.setenv("NO_COLOR", "1")
-    say(plain)
-    assert capsys.readouterr().err == f"{plain}\n{coloured}\n{plain}\n"
-
-
 def test_a_closed_pipe_is_no_error(monkeypatch):
     # GIVEN a pipe whose reader is gone, as after `| head`
     reading, writing = os.pipe()
@@ -283,18 +298,21 @@ def test_a_closed_pipe_is_no_error(monkeypatch):
         print("more", flush=True)  # THEN what comes at the exit is none, either
 
 
+FITS = "The settings fit this machine."
+OTHER = "The settings were tuned on another machine. Tune again here."
+UNKNOWN = "The file does not name the machine that was tuned."
 OTHER_MACHINE = Fingerprint(usable_cores=1024, memory_bytes=1 << 30, gpu="H100", torch="2.6.0")
 FROM_ANOTHER = (  # what matters comes first
     r"2026-11-26, 1,024 cores, 1 GiB, H100,\s+torch 2.6.0.\n\n"
-    r"! usable cores: 1024 then, \d.*\n! GPU.*\n~ memory"
+    r"! usable cores: 1024 when tuned, \d.*\n! GPU: H100 when.*\n~ memory.*\n~ torch: 2.6.0 when"
 )
 
 
 @pytest.mark.parametrize(
     ("tuned_on", "told"),
     [
-        ({}, "This machine matches the one that was tuned."),
-        ({"machine": None}, r"15 trials in 24 s.\n$"),
+        ({}, FITS),
+        ({"machine": None}, r"15 trials in 24 s.\n\nThe file does not name"),
         ({"machine": OTHER_MACHINE}, FROM_ANOTHER),
     ],
     ids=["the same", "not told", "another"],
@@ -305,6 +323,52 @@ def test_show_says_whether_this_machine_fits(tuned_on, told, result, capsys):
     text = capsys.readouterr().out
     assert "Bottleneck: CPU." in text
     assert re.search(told, text, re.DOTALL)
+
+
+HERE = inspect_machine().fingerprint()
+MORE_CORES = replace(HERE, usable_cores=HERE.usable_cores + 1)
+FEWER_CORES = replace(HERE, usable_cores=HERE.usable_cores - 1)
+
+
+@pytest.mark.parametrize(
+    ("tuned_on", "line", "code", "told"),
+    [
+        (HERE, "check", 0, [FITS]),
+        (None, "check --strict", 0, [UNKNOWN]),
+        (replace(HERE, gpu=None, dataset="Images[9]"), "check --strict", 0, [FITS]),
+        (MORE_CORES, "check", 5, ["! usable cores", OTHER]),
+        (FEWER_CORES, "check loader.json", 0, ["~ usable cores", FITS]),
+        (FEWER_CORES, "check loader.json --strict", 5, ["~ usable cores", OTHER]),
+        (replace(HERE, torch="1.2"), "check", 0, ["~ torch: 1.2 when tuned, 2", FITS]),
+        (replace(HERE, torch="1.2"), "check --strict", 5, ["~ torch: 1.2 when tuned, 2", OTHER]),
+        (replace(HERE, gpu="NVIDIA T4"), "check", 5, ["! GPU: NVIDIA T4 when", OTHER]),
+    ],
+)
+def test_check_says_by_its_code_what_fits(tuned_on, line, code, told, result, capsys, monkeypatch):
+    monkeypatch.setattr("autotune_loader.results.file.visible_gpu", lambda: "none")
+    replace(result, machine=tuned_on).save("loader.json")
+    assert cli.main(line.split()) == code
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(told)
+    assert all(text.startswith(each) for text, each in zip(printed, told, strict=True))
+
+
+CHECKING = """
+import sys
+from autotune_loader.cli import main
+assert main(["check", "--strict"]) == 0
+assert {"torch", "numpy", "optuna"}.isdisjoint(sys.modules)
+"""
+
+
+@pytest.mark.process
+def test_check_reads_the_jobs_file_without_torch(folder, monkeypatch):
+    (folder / "loader.json").rename(folder / "named.json")
+    monkeypatch.setenv("AUTOTUNE_LOADER_CONFIG", "named.json")
+    monkeypatch.setenv("PYTHONPATH", str(Path(autotune_loader.__file__).parents[1]))
+    done = subprocess.run([sys.executable, "-c", CHECKING], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout == f"{FITS}\n"
 
 
 def test_show_html_writes_a_page(capsys):
@@ -334,6 +398,15 @@ def test_the_code_of_a_result_runs(config, size, is_shuffled, result, capsys):
     assert ("DevicePrefetcher(loader, 'cuda', depth=2)" in code) == bool(config.device_prefetch)
     order = "shuffle=True" if is_shuffled else "..."
     assert f"# loader = DataLoader(dataset, {order}, **loader_arguments)" in code
+
+
+def test_the_code_of_an_autoloader_is_one(result, capsys):
+    replace(result, found_by="autoloader").save("saved.json")
+    assert cli.main(["show", "saved.json", "--code"]) == 0
+    names, code = {}, capsys.readouterr().out
+    exec(code.replace("# loader", "loader").replace("(dataset", "([1, 2, 3]"), names)
+    assert isinstance(names["loader"], autotune_loader.AutoLoader)
+    assert names["loader"].config == result.best
 
 
 @pytest.mark.system  # four processes import torch
@@ -378,8 +451,8 @@ POD = {  # two cores and 2.5 GiB, of which 1 GiB is in use
         ({}, 64, {"LOCAL_WORLD_SIZE": "32"},
             ["LOW cores:", "2 usable, shared by 32 ranks", "start fewer ranks"]),
         ({}, 64, {"SLURM_CPUS_PER_TASK": "2"}, ["LOW cores:", "sbatch --cpus-per-task"]),
-        ({}, 64, {"SLURM_CPUS_PER_TASK": "8"}, ["the system does not tell"]),  # a fair share
-        ({}, 2, {}, ["memory:        the system does not tell"]),  # a small host
+        ({}, 64, {"SLURM_CPUS_PER_TASK": "8"}, ["memory:        unknown"]),  # a fair share
+        ({}, 2, {}, ["memory:        unknown"]),  # a small host
     ],
 )  # fmt: skip
 def test_a_low_limit_is_named(files, cpus, environ, parts, tmp_path, monkeypatch):
@@ -451,6 +524,12 @@ def test_each_gpu_is_told_with_what_nvml_tells(monkeypatch):
     assert "GPUs: cuda:0 NVIDIA H200 (139 GiB), 3 GiB in use, 12% busy; cuda:1" in text
     assert f"cuda:1 NVIDIA H200 (139 GiB): {why[:-1]}; cuda:2" in text
     assert "cuda:2 NVIDIA H200 (139 GiB), 0% busy" in text
+
+
+def test_a_driver_that_fails_is_no_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", Mock(side_effect=RuntimeError("driver")))
+    text = " ".join(examination(inspect_machine()).split())
+    assert "GPUs: could not query torch (RuntimeError: driver)" in text
 
 
 def test_doctor_has_all_for_a_bug_report(capsys):

@@ -57,9 +57,14 @@ def test_a_cells_next_step_is_a_cell(shell, capsys, monkeypatch, head, after, st
     cell = f"{head}list(DataLoader(Waiting(480, 0.002), batch_size=8, {after}))"
     shell.run_cell(cell).raise_error()
     assert f"next: `{step}` tries" in capsys.readouterr().err
+    # AND works as printed
+    shell.run_cell(f"{step}\nlist(kept)").raise_error()
+    assert "autotune-loader run: 1 loader in" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", ["run --workers", "watch --allow-workers", "runs"])
+@pytest.mark.parametrize(
+    "options", ["run --workers", "watch --allow-workers", "runs", "--worker", "-o x"]
+)
 def test_an_unknown_option_is_answered_with_another(shell, options):
     ran = shell.run_cell(f"%%watch {options}\nlist(kept)")
     assert isinstance(ran.error_in_exec, ValueError)

@@ -1,12 +1,15 @@
+import contextlib
+import csv
 import importlib
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from autotune_loader import AutoLoader, TuningResult
+from autotune_loader import AutoLoader, TuningResult, enable
 from autotune_loader.integrations import lightning as integration
 from autotune_loader.integrations.lightning import tuned
 from autotune_loader.values import LoaderConfig
@@ -36,7 +39,7 @@ def fit(parts, tmp_path):
     quiet = {**parts.QUIET, "logger": False, "default_root_dir": tmp_path}
 
     def fit(model, *data, epochs=2, checkpoint=None, of_trainer=(), **options):
-        trainer = parts.lightning.Trainer(max_epochs=epochs, **quiet, **dict(of_trainer))
+        trainer = parts.lightning.Trainer(max_epochs=epochs, **{**quiet, **dict(of_trainer)})
         trainer.fit(model, *data, ckpt_path=checkpoint, **options)
         return trainer
 
@@ -84,6 +87,25 @@ def test_an_autoloader_changes_in_the_midst_of_training(fit, parts):
     model, loader = parts.Module(), AutoLoader(Waiting(), batch_size=BATCH, shuffle=True)
     assert fit(model, loader, epochs=EPOCHS).train_dataloader is loader
     assert_changed(loader, model.model.seen)
+
+
+@pytest.mark.parametrize("made", [AutoLoader, DataLoader])
+def test_a_callback_logs_the_loaders_metrics(fit, parts, tmp_path, made):
+    """A watched loader's, or an AutoLoader's."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    from autotune_loader.integrations.lightning_metrics import LoaderMetrics
+
+    logger, loader = CSVLogger(tmp_path), made(FEW, batch_size=16)
+    how = {"callbacks": [LoaderMetrics(every_n_steps=12, prefix="data/")], "logger": logger}
+    with enable("watch") if made is DataLoader else contextlib.nullcontext():
+        fit(parts.Module(), loader, of_trainer=how)
+    written = Path(logger.experiment.metrics_file_path).read_text()
+    rows = [*csv.DictReader(written.splitlines())]
+    assert [row["step"] for row in rows] == ["12", "24"]
+    names = {"wait_s", "wait_share", "samples_per_s", "num_workers"}
+    assert {*rows[0]} == {"step", *(f"data/{name}" for name in names)}
+    assert all(0 < float(row["data/wait_share"]) <= 1 for row in rows)
 
 
 @pytest.mark.filterwarnings("ignore:You requested to overfit")

@@ -15,14 +15,14 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]  # imports, on a bus
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r'^```python title="(\S+) ?(\S*)"\n(.*?)^```', PAGE, re.MULTILINE | re.DOTALL)
 CONFIG = re.search(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[1]
-MODULES = {"LightningCLI": "jsonargparse", "LightningModule": "lightning"}
+MODULES = {"LightningCLI": "jsonargparse", "LoaderMetrics": "lightning"}
 COMMON = """
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from autotune_loader import AutoLoader, LoaderConfig, TuningResult, load_config, tune
 from tests.integrations.job import FEW as dataset, QUICK
 
-KEYS = {"data_time", "data_wait_share", "samples_per_sec", "num_workers"}
+KEYS = {f"loader/{name}" for name in ("wait_s", "wait_share", "samples_per_s", "num_workers")}
 def pairs(count):
     return TensorDataset(torch.rand(count, 4), torch.randint(0, 2, (count,)))
 """
@@ -43,18 +43,16 @@ quiet = {**QUIET, "max_epochs": 1, "logger": False}
 cli = CLI(Module, Data, trainer_defaults=quiet, args=["fit"])
 assert cli.trainer.train_dataloader.num_workers == 2
 """,
-    "LightningModule": """
-from lightning.pytorch import Trainer
+    "LoaderMetrics": """
+from functools import partial
+from lightning import pytorch
 from lightning.pytorch.loggers import CSVLogger
-from tests.integrations import lightning_parts
+from tests.integrations.lightning_parts import QUIET, Module
 
-class Module(lightning_parts.Module):
-    # BLOCK
-
-logger = CSVLogger(".")
-trainer = Trainer(max_epochs=1, logger=logger, **lightning_parts.QUIET)
-trainer.fit(Module(), AutoLoader(dataset, batch_size=16))
-assert set(logger.experiment.metrics_keys) >= KEYS
+Trainer = partial(pytorch.Trainer, logger=CSVLogger("."), max_epochs=1, **QUIET)
+# BLOCK
+trainer.fit(Module(), AutoLoader(dataset, batch_size=4))
+assert set(trainer.logger.experiment.metrics_keys) >= KEYS
 """,
     "wandb": """
 from pathlib import Path
@@ -79,7 +77,7 @@ with SummaryWriter("out") as writer:
     # BLOCK
 written = EventAccumulator("out").Reload()
 steps = {name: written.Scalars(name)[0].step for name in written.Tags()["scalars"]}
-assert steps == {f"loader/{name}": 16 for name in KEYS}
+assert steps == dict.fromkeys(KEYS, 16)
 """,
     "hydra": """
 from hydra.utils import instantiate
@@ -105,7 +103,7 @@ def train_func():
         seen += [index for batch in prepared for index in batch[2].tolist()]
     assert len(seen) == 256  # half of the dataset, twice
     assert len({*seen[:128]}) == 128
-    assert set(loader.metrics()) == KEYS
+    assert set(loader.metrics("loader/")) == KEYS
     data = pairs(128)
     own = DataLoader(data, 16, sampler=DistributedSampler(data))
     found = tune(own, torch.nn.Linear(4, 2), **QUICK)

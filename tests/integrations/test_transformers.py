@@ -1,5 +1,6 @@
 """Hugging Face's Trainer, and Accelerate, in this process."""
 
+import contextlib
 import functools
 import importlib
 import pickle
@@ -10,11 +11,16 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from autotune_loader import TuningResult
+from autotune_loader import TuningResult, enable
 from autotune_loader.bursts.step import build_step
 from autotune_loader.integrations import accelerate as accelerates
 from autotune_loader.integrations import transformers as integration
-from autotune_loader.integrations.transformers import plain_loader, training_arguments, tune_trainer
+from autotune_loader.integrations.transformers import (
+    log_metrics,
+    plain_loader,
+    training_arguments,
+    tune_trainer,
+)
 from autotune_loader.tuning.arguments import make_workload
 from autotune_loader.values import LoaderConfig
 from tests.integrations.job import BATCH, EPOCHS, FEW, Waiting, assert_changed, collate
@@ -74,7 +80,30 @@ def test_a_trainer_trains_with_the_tuned_settings(trainer_of):
     ("kind", "sampler"), [("Trainer", "RandomSampler"), ("Own", "SequentialSampler")]
 )
 def test_the_sampler_of_the_trainer_is_measured(kind, sampler, trainer_of):
-    assert type(plain_loader(trainer_of(FEW, kind)).sampler).__name__ == sampler
+    trainer = trainer_of(FEW, kind, dataloader_drop_last=True)
+    before = {**vars(trainer)}, {**vars(trainer.accelerator)}
+    loader = plain_loader(trainer)
+    assert type(loader) is DataLoader
+    assert type(loader.sampler).__name__ == sampler
+    assert (loader.dataset, loader.batch_size, loader.drop_last) == (FEW, 32, True)
+    # THEN nothing of the trainer has changed
+    assert (vars(trainer), vars(trainer.accelerator)) == before
+    assert trainer.accelerator._dataloaders == []
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "Live"])
+def test_a_trainers_logs_have_the_loaders_metrics(kind, trainer_of):
+    """A watched loader's, or an AutoLoader's."""
+    trainer = trainer_of(FEW, kind, logging_strategy="steps", logging_steps=4)
+    reported = []
+    trainer.callback_handler.callbacks[-1].on_log = lambda *_, logs, **__: reported.append({**logs})
+    log_metrics(trainer)
+    with enable("watch") if kind == "Trainer" else contextlib.nullcontext():
+        trainer.train()
+    names = {f"loader/{name}" for name in ("wait_s", "wait_share", "samples_per_s", "num_workers")}
+    for logs in (reported, trainer.state.log_history):
+        told = [each.keys() >= names for each in logs]
+        assert told == [True] * 4 + [False]  # the last one sums up
 
 
 def test_trials_train_in_the_precision_of_the_trainer(trainer_of, asked):
@@ -208,7 +237,7 @@ def test_what_trials_leave_out_is_said_once(trial_of, fields, kind, says):
 
 def test_a_trainers_own_loader_is_measured(trainer_of, asked):
     """What it does not heed is said."""
-    says = "ignores args for prefetch_factor=4; return result.apply_to"
+    says = r"ignores args for prefetch_factor=4\. Return result.apply_to"
     with pytest.warns(UserWarning, match=says):
         tune_trainer(trainer_of(FEW, "Bucketed"))
     ((loader, _), *_) = asked[0]

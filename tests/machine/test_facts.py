@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from autotune_loader.machine.facts import Fingerprint, differences, inspect_machine
+from autotune_loader.machine.facts import Fingerprint, differences, inspect_machine, visible_gpu
 from autotune_loader.machine.limits import SharedMemory, open_files_limit
 from autotune_loader.machine.processes import host_busy_s
 from autotune_loader.values import PlatformError
@@ -179,29 +179,93 @@ def test_a_gpu_is_named_and_not_opened(count, is_open, gpu, monkeypatch):
     assert machine.fingerprint().gpu is None
 
 
+H100, T4 = "NVIDIA H100 80GB HBM3", "Tesla T4"
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """Plays NVIDIA's driver with these models; torch is not imported."""
+    monkeypatch.delitem(sys.modules, "torch")
+
+    def play(*models, device="dev/nvidia0"):
+        for number, model in enumerate(models):
+            folder = tmp_path / f"proc/driver/nvidia/gpus/0000:{number}8:00.0"
+            folder.mkdir(parents=True)
+            text = f"Model: \t\t {model}\nIRQ:   \t\t 18\nVideo BIOS: \t 96.00.61.00.01\n"
+            (folder / "information").write_text(text)
+        (tmp_path / "dev").mkdir()
+        (tmp_path / device).touch()
+        return tmp_path
+
+    return play
+
+
+@pytest.mark.parametrize(("models", "environ", "gpu"), [
+    ([H100], {}, H100),
+    ([H100, H100], {"CUDA_VISIBLE_DEVICES": "1"}, H100),
+    ([T4, H100], {}, f"{H100} or {T4}"),
+    ([H100], {"CUDA_VISIBLE_DEVICES": ""}, "none"),
+    ([H100], {"CUDA_VISIBLE_DEVICES": "-1"}, "none"),
+    (["Unknown"], {}, None),
+    ([], {}, None),
+])  # fmt: skip
+def test_the_driver_names_the_gpu(models, environ, gpu, driver):
+    assert visible_gpu(root=driver(*models), environ=environ) == gpu
+
+
+def test_a_container_without_a_gpu_names_none(driver):
+    assert visible_gpu(root=driver(H100, device="dev/nvidiactl"), environ={}) is None
+
+
+def test_a_gpu_that_torch_has_opened_wins(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H100)
+    assert visible_gpu(root=tmp_path, environ={"CUDA_VISIBLE_DEVICES": ""}) == H100
+
+
 TUNED = Fingerprint(
     usable_cores=16,
     memory_bytes=64 << 30,
     shm_bytes=8000 << 20,
-    gpu="NVIDIA H100",
+    gpu=H100,
     dataset="Images[1000]",
+    torch="2.6.0+cu124",
 )
-GPU = "GPU: NVIDIA H100 then, none here; the step takes a different time"
-MEMORY = "memory: 65536 MiB then, 1 MiB here; its workers may not fit"
-DATASET = "dataset: Images[1000] then, Images[2000] here; a sample takes a different time"
+GPU = f"GPU: {H100} when tuned, {{}} here; the step takes a different time"
+MEMORY = "memory: 64 GiB when tuned, 1 MiB here; its workers may not fit"
+DATASET = "dataset: Images[1000] when tuned, Images[2000] here; a sample takes a different time"
+FEWER = "usable cores: 16 when tuned, 8 here; it may use too many workers"
+MORE = "usable cores: 16 when tuned, 32 here; more workers may be faster"
+TORCH = "torch: 2.6.0+cu124 when tuned, 2.7.1 here"
 
 
 @pytest.mark.parametrize(("here", "told", "matters"), [
-    ({"usable_cores": 32}, "usable cores: 16 then, 32 here; more workers may be faster", False),
-    ({"usable_cores": 8}, "usable cores: 16 then, 8 here; its workers may be too many", True),
+    ({"usable_cores": 32}, MORE, False),
+    ({"usable_cores": 8}, FEWER, True),
     ({"memory_bytes": 1 << 20}, MEMORY, True),
-    ({"shm_bytes": 16 << 30}, "shared memory: 8000 MiB then, 16384 MiB here", False),
-    ({"gpu": "none"}, GPU, True),
+    ({"shm_bytes": 24064 << 20}, "shared memory: 7.8 GiB when tuned, 23.5 GiB here", False),
+    ({"gpu": "none"}, GPU.format("none"), True),
+    ({"gpu": f"{T4} or NVIDIA A100"}, GPU.format(f"{T4} or NVIDIA A100"), True),
+    ({"gpu": f"{H100} or {T4}"}, None, None),
     ({"dataset": "Images[2000]"}, DATASET, True),
+    ({"torch": "2.7.1"}, TORCH, False),
+    ({"torch": "2.6.0"}, None, None),  # a wheel's own version lacks what it is built for
     # not known, the same, hardly different
-    ({"gpu": None, "memory_bytes": None, "dataset": "", "torch": "2.7.1"}, None, None),
+    ({"gpu": None, "memory_bytes": None, "dataset": "", "torch": None}, None, None),
     ({"memory_bytes": (64 << 30) * 19 // 20 + 1, "shm_bytes": 8400 << 20}, None, None),
 ], ids=str)  # fmt: skip
 def test_a_difference_is_told_with_both_values(here, told, matters):
     found = differences(TUNED, replace(TUNED, **here))
     assert found == ([] if told is None else [(told, matters)])
+
+
+def test_those_that_matter_come_first():
+    found = differences(TUNED, replace(TUNED, usable_cores=32, gpu=T4, torch="2.7.1"))
+    assert [str(each)[:5] for each in found] == ["! GPU", "~ usa", "~ tor"]
+
+
+@pytest.mark.parametrize("here", [H100, f"{H100} MIG 1g.10gb", f"{H100} MIG 2g.20gb"])
+def test_the_driver_does_not_name_a_part(here):
+    tuned = replace(TUNED, gpu=f"{H100} MIG 1g.10gb")
+    assert bool(differences(tuned, replace(tuned, gpu=here))) == (" MIG 2g" in here)

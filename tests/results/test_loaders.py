@@ -71,7 +71,7 @@ DRAWN = ("shuffled", "of a library", "seeded")
 def test_a_loader_comes_back_with_the_settings(name):
     own = LOADERS[name]()
     applied, made = result_of(own).apply_to(own), result_of(own).make_loader(own.dataset)
-    for loader in (applied, made):
+    for loader in (applied, made, TUNED.apply_to(own)):
         assert LoaderConfig.from_loader(loader) == TUNED
         assert type(loader.sampler) is type(own.sampler)
         for part in PARTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,17 +15,19 @@ import types
 import typing
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report.example import ran, synthetic_result
 from torch.utils.data import DataLoader
 
-from autotune_loader.machine.facts import Fingerprint
+from autotune_loader.machine.facts import Fingerprint, inspect_machine, visible_gpu
 from autotune_loader.results.file import fit, load_config
 from autotune_loader.results.result import Finding, TuningResult
 from autotune_loader.values import (
@@ -285,17 +288,17 @@ TWO = {"num_workers": 2}
     ("here", "on_mismatch", "told", "changes"),
     [
         (MORE, "strict", None, {}),
-        (FEWER, "fit", "usable cores: 8 then, 2 here.*; changed to 2 workers", TWO),
+        (FEWER, "fit", "usable cores: 8 when tuned, 2 here.*; changed to 2 workers", TWO),
         (FEWER, "ignore", None, {}),
-        (FEWER, "strict", "8 then, 2 here.*on_mismatch='fit'", None),
-        (replace(EIGHT, gpu="T4"), "fit", "GPU: A100 then, T4 here; the step takes", {}),
+        (FEWER, "strict", "8 when tuned, 2 here.*on_mismatch='fit'", None),
+        (replace(EIGHT, gpu="T4"), "fit", "GPU: A100 when tuned, T4 here; the step takes", {}),
         (replace(EIGHT, gpu="none"), "fit", "none here.*; changed to 8 workers", WITHOUT_GPU),
-        (replace(FEWER, gpu=None), "fit", "8 then, 2 here.*; changed to 2 workers", TWO),
+        (replace(FEWER, gpu=None), "fit", "8 when tuned, 2 here.*; changed to 2 workers", TWO),
     ],
 )
 def test_another_machine_is_told(path, monkeypatch, here, on_mismatch, told, changes):
     finished_run(best=ALL, machine=EIGHT).save(path)
-    machine = SimpleNamespace(fingerprint=lambda dataset: replace(here, dataset=dataset))
+    machine = SimpleNamespace(fingerprint=lambda dataset, gpu: replace(here, dataset=dataset))
     monkeypatch.setattr("autotune_loader.results.file.inspect_machine", lambda: machine)
     if changes is None:
         with pytest.raises(MachineMismatchError, match=told):
@@ -306,6 +309,22 @@ def test_another_machine_is_told(path, monkeypatch, here, on_mismatch, told, cha
         assert load_config(path, on_mismatch=on_mismatch) == replace(ALL, **changes)
     assert [each.filename for each in caught] == ([] if told is None else [__file__])
     assert all(re.search(f"{re.escape(str(path))}.*{told}", str(each.message)) for each in caught)
+
+
+@pytest.mark.parametrize(("model", "is_same"), [("NVIDIA A100", True), ("NVIDIA H100", False)])
+def test_strict_sees_the_gpu_without_cuda(model, is_same, path, tmp_path, monkeypatch):
+    information = tmp_path / "proc/driver/nvidia/gpus/0000:18:00.0/information"
+    for file, text in ((information, f"Model: \t\t {model}\n"), (tmp_path / "dev/nvidia0", "")):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    here = partial(visible_gpu, root=tmp_path, environ={})
+    monkeypatch.setattr("autotune_loader.results.file.visible_gpu", here)
+    finished_run(machine=replace(inspect_machine().fingerprint(), gpu="NVIDIA A100")).save(path)
+    told = contextlib.nullcontext() if is_same else pytest.raises(MachineMismatchError, match=model)
+    with told:
+        load_config(path, on_mismatch="strict")
 
 
 def test_a_job_names_its_file_or_has_it(tmp_path, monkeypatch):
@@ -325,6 +344,15 @@ def test_a_job_names_its_file_or_has_it(tmp_path, monkeypatch):
     missing = re.escape(str(tmp_path / "loader.json"))
     with pytest.raises(ConfigFileError, match=f"there is no {missing}"):
         load_config()
+
+
+def test_a_file_of_autoloader_warns_once(path):
+    finished_run(found_by="autoloader", machine=None).save(path)
+    with pytest.warns(UserWarning, match=r"Try AutoLoader\(dataset, ...") as caught:
+        config = load_config(path)
+    assert [each.filename for each in caught] == [__file__]
+    # AND nothing else does
+    assert TuningResult.load(path).best.to_kwargs() == config.to_kwargs()
 
 
 @pytest.mark.process

@@ -56,6 +56,8 @@ loader = autotune_loader.AutoLoader(Squares(), batch_size=4, num_workers=2)
 read(loader)
 loader.report(), loader.metrics(), str(loader.result)
 loader.result.save("made/loader.json")
+import warnings
+warnings.simplefilter("ignore")  # these are AutoLoader's settings
 found = autotune_loader.load_config("made/loader.json")
 assert autotune_loader.TuningResult.load("made/loader.json").best == found
 read(autotune_loader.AutoLoader(Squares(), batch_size=4, config="made/loader.json"))

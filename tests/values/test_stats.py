@@ -25,6 +25,32 @@ def rounds_of(values):
     return [Round(rates={"a": a, "b": b}) for a, b in values]
 
 
+@pytest.mark.parametrize(
+    ("number", "above", "below"),
+    [
+        (1.1, True, False),
+        (1.2, False, False),
+        (1.5, False, False),
+        (2.0, False, False),
+        (3, False, True),
+    ],
+)
+def test_a_comparison_holds_for_the_whole_interval(number, above, below):
+    interval = Interval(value=1.4, low=1.2, high=2.0, count=3)
+    assert (interval > number, number < interval) == (above, above)
+    assert (interval < number, number > interval) == (below, below)
+    assert (interval >= number) == (above or number == 1.2)
+    assert (interval <= number) == (below or number == 2.0)
+    assert float(interval) == 1.4
+
+
+def test_intervals_have_no_order_and_are_equal():
+    one, same = (Interval(value=1.4, low=1.2, high=2.0, count=3) for _ in range(2))
+    assert one == same
+    with pytest.raises(TypeError, match="Try their low and high"):
+        sorted([one, same])
+
+
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.7062), (10, 2.22814), (1000, 1.96234)])
 def test_students_quantile_is_the_textbooks(freedom, quantile):
     assert student_t_quantile(0.975, freedom) == pytest.approx(quantile, abs=1e-4)

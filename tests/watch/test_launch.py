@@ -70,9 +70,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, *arguments):
+def run(folder, *arguments, **environ):
     """Exit code, stdout and stderr."""
-    place = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    place = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT), **environ}}
     done = subprocess.run(
         [sys.executable, *arguments], **place, capture_output=True, text=True, timeout=60
     )
@@ -103,3 +103,27 @@ def test_a_traceback_ends_with_the_scripts_own_frames(folder, target, told):
     assert ended == [code, out]
     assert [each for each in own if each not in watched_err] == []
     assert watched_err.endswith(f"{own[-1]}{told}")
+
+
+LOADER = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+print(len(list(DataLoader(TensorDataset(torch.rand(40, 4)), batch_size=8))))
+"""
+
+
+def test_a_variable_has_unchanged_scripts_watched(folder):
+    """A launcher has the command line; interpreters that iterate no loader tell nothing."""
+    (folder / "loads.py").write_text(LOADER)
+    (folder / "launcher.py").write_text(
+        "import subprocess, sys\nsubprocess.run([sys.executable, 'loads.py'], check=True)"
+    )
+    code, startup, _ = run(folder, "-m", "autotune_loader.watch.startup")
+    assert code == 0
+    code, out, err = run(
+        folder, "launcher.py", PYTHONPATH=startup.strip(), AUTOTUNE_LOADER="watch --json r.json"
+    )
+    assert (code, out) == (0, "5\n")
+    assert err.count("autotune-loader watch: 1 loader in ") == 1
+    assert "\nloads.py:4  TensorDataset[40], batches of 8\n" in err
+    assert (folder / "r.json").exists()

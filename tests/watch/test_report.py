@@ -1,14 +1,18 @@
 """What a script's report says: what its loops show, the command that may pay, a block as drawn."""
 
 import copy
+import json
 import os
+import re
 from dataclasses import asdict, replace
+from datetime import datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from report.example import ran
 
-from autotune_loader import TuningResult
+from autotune_loader import TuningResult, __version__
 from autotune_loader.autoloader.live import Found
 from autotune_loader.autoloader.tuner import Tuner
 from autotune_loader.diagnosis import Account, Advice, Bottleneck, Caution, Job, Kept, loops
@@ -305,3 +309,15 @@ def test_hundreds_of_loaders_can_be_read():
     text = str(ScriptReport(verb="watch", seconds=61.0, loaders=(CHANGED,) * 100))
     assert len(text.splitlines()) < 120
     assert text.endswith("88 loaders more, each with less time; use --json FILE for all of them.")
+
+
+def test_each_key_of_the_file_is_documented(tmp_path):
+    ScriptReport(verb="run", seconds=61.0, loaders=(CHANGED, KEPT)).save(tmp_path / "r.json")
+    written = json.loads((tmp_path / "r.json").read_text())
+    page = Path(__file__).parents[2] / "docs" / "watch.md"
+    rows = re.findall(
+        r"^\| (`.*?) \|", page.read_text().partition("## report.json")[2], re.MULTILINE
+    )
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == {*written, *written["loaders"][0]}
+    assert datetime.fromisoformat(written["date"]).utcoffset() == timedelta(0)
+    assert (written["version"], written["host"]) == (__version__, os.uname().nodename)

@@ -344,7 +344,7 @@ def test_run_writes_what_it_finds_in_mid_run(bench, number):
     assert ended.code == -number
     result = TuningResult.load(bench.folder / "o.json")
     assert 0 < result.best.num_workers <= 4
-    assert result.best.arguments() in result.loaders.values()
+    assert result.best.to_kwargs() in result.loaders.values()
     if number == signal.SIGTERM:
         (loader,) = told_alike(bench, ended.report)
         assert loader["settings"]["num_workers"] == 0
@@ -387,7 +387,7 @@ def told_alike(bench, report):
     assert result.bottleneck.sentence == loader["bottleneck"]["sentence"]
     assert result.bottleneck.sentence in block
     assert [*map(str, result.advice)] == [each["sentence"] for each in loader["advice"]]
-    assert result.best.arguments() == loader["settings_now"] == result.loaders[loader["name"]]
+    assert result.best.to_kwargs() == loader["settings_now"] == result.loaders[loader["name"]]
     assert result.wait_share == pytest.approx(loader["wait_share"])
     assert f"waits for data {loader['wait_share'] * 100:.0f}% of the time" in block
     return loaders
@@ -475,7 +475,7 @@ def test_start_with_begins_with_what_a_file_says(bench):
     (loader,) = told["loaders"]
     assert printed == plain
     assert loader["settings"]["num_workers"] == 0
-    assert loader["settings_now"] == found.arguments()
+    assert loader["settings_now"] == found.to_kwargs()
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,36 @@ def test_a_hook_has_its_report_at_any_time(watching):
     assert str(told.bottleneck) in " ".join(str(watching.report).split())
 
 
+def test_a_report_stays_when_its_hook_is_closed(tmp_path, capsys):
+    path = tmp_path / "loader.json"
+    with enable("watch", output=path) as outer:
+        with enable("watch") as inner:
+            list(make())
+        list(make())
+    # THEN each is as of its end
+    assert [each.report.loaders[0].batches for each in (inner, outer)] == [12, 24]
+    assert outer.report.notes == (f"Written to {path}.",)
+    assert capsys.readouterr().err == f"\n{outer.report}\n"
+    outer.close()
+    list(make())
+    assert outer.report.loaders[0].epochs == 2
+    # AND nothing is known of what nobody iterated
+    with enable("watch") as none:
+        pass
+    assert none.report is None
+
+
+def test_a_watched_loader_has_metrics(watching):
+    loader = make()
+    assert watching.metrics(loader) == {}
+    list(loader)
+    names = ("num_workers", "wait_s", "wait_share", "samples_per_s")
+    assert set(watching.metrics(loader, "x/")) == {f"x/{name}" for name in names}
+    with enable("watch") as inner:
+        assert inner.metrics(loader) == {"num_workers": 0.0}
+    assert watching.metrics(make()) == {}
+
+
 def test_enabling_again_leaves_nothing_behind(capsys):
     with enable("watch"):
         list(DataLoader(NUMBERS))

@@ -1,4 +1,5 @@
-"""Imported by Python as it starts, in processes that a watched script starts: `Plan.hand_on` puts this folder first.
+"""Imported by Python as it starts, where PYTHONPATH has this folder: in processes that a watched script starts, as
+`Plan.hand_on` puts it there, and where a user does: `PYTHONPATH=$(python -m autotune_loader.watch.startup)`.
 
 It makes itself invisible: the folder leaves `sys.path`, and a `sitecustomize` of the user's own, which it hides, is run.
 """
@@ -31,6 +32,6 @@ def _begin(package_folder: str) -> None:
 _here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - nothing is imported that Python has not
 sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _here]  # noqa: PTH100
 _run_the_hidden_one()
-if "AUTOTUNE_LOADER_SCRIPT" in os.environ:
+if "AUTOTUNE_LOADER_SCRIPT" in os.environ or os.environ.get("AUTOTUNE_LOADER"):
     with contextlib.suppress(Exception):  # an interpreter that we cannot live in goes on without us
         _begin(os.path.dirname(os.path.dirname(os.path.dirname(_here))))  # noqa: PTH120
