@@ -223,7 +223,7 @@ class DevicePrefetcher:
     def __init__(self, loader: Iterable[Any], device: Any, depth: int = 1) -> None:
         require_int("depth", depth, minimum=1)
         self.loader = loader
-        self.device = torch.device(device)
+        self.device: torch.device = torch.device(device)
         self.depth = depth
         self._is_accelerated = accelerator(self.device) is not None
         self._lane: Lane | None = None

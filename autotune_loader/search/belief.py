@@ -81,8 +81,11 @@ class Belief:
         is_open: bool = True,
         barred: Collection[LoaderConfig] = (),
     ) -> None:
-        self.space, self.context, self.tolerance = space, context, tolerance
-        self._is_open, self._barred, self.trials, self._observations = is_open, barred, tuple(trials), observations
+        self.space: Space = space
+        self.context: Context = context
+        self.tolerance: float = tolerance
+        self.trials: tuple[Trial, ...] = tuple(trials)
+        self._is_open, self._barred, self._observations = is_open, barred, observations
         self._seen = [trial for trial in trials if trial.log_rate is not None]
         self._failed = [(trial.config, trial.failure.kind) for trial in trials if trial.failure is not None]
         self._most_that_succeeded = max((trial.config.num_workers for trial in self._seen), default=0)

@@ -80,10 +80,12 @@ class TwinSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         first: Sequence[LoaderConfig] | None = None,
         baseline: LoaderConfig | None = None,
     ) -> None:
-        self.space = Space() if space is None else space
-        self.context = context or Context(usable_cores=usable_cores().usable)
-        self.tolerance, self.ceiling, self.baseline = tolerance, ceiling, baseline
-        self.first = begin_with(self.space, self.context) if first is None else list(first)
+        self.space: Space = Space() if space is None else space
+        self.context: Context = context or Context(usable_cores=usable_cores().usable)
+        self.tolerance: float = tolerance
+        self.ceiling: float | None = ceiling
+        self.baseline: LoaderConfig | None = baseline
+        self.first: list[LoaderConfig] = begin_with(self.space, self.context) if first is None else list(first)
         self.seconds_left: Callable[[], float] | None = None  # of the budget
         self.is_open: bool | None = None  # whether it proposes what never ran; None: where it is the study's sampler
         self.stop_reason: StopReason | None = None  # why it proposes nothing more; None while it does
