@@ -108,9 +108,12 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
 
     Raises:
         ValueError: `budget` is none that `tune()` takes.
+        MissingExtraError: The extra `demo` is not installed.
     """
-    from autotune_loader.tuning.run import TuneOptions
-
+    try:
+        from autotune_loader.tuning.run import TuneOptions
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("the demo", str(error.name), "demo") from error
     TuneOptions(budget=budget)  # now, and not after the first step
     with tempfile.TemporaryDirectory(prefix="autotune-loader-demo-") as folder, store(latency_s) as source:
         where = f"a simulated object store, {1000 * latency_s:.0f} ms a request" if latency_s else "the local disk"

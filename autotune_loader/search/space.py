@@ -140,10 +140,11 @@ class Space:
         """Optuna's distribution of every setting that has more than one value."""
         from optuna.distributions import CategoricalDistribution, IntDistribution
 
-        workers = IntDistribution(self.min_workers, self._most("num_workers", self.max_workers))
-        prefetch = IntDistribution(1, self._most("prefetch_factor", max(self.prefetch_factors)), log=True)
-        others = {name: CategoricalDistribution(v) for name in UNMODELLED if len(v := getattr(self, name)) > 1}
-        return {"num_workers": workers, **({"prefetch_factor": prefetch} if workers.high else {}), **others}
+        whole: dict[str, Any] = {
+            "num_workers": IntDistribution(self.min_workers, self._most("num_workers", self.max_workers)),
+            "prefetch_factor": IntDistribution(1, self._most("prefetch_factor", max(self.prefetch_factors)), log=True),
+        }
+        return {name: whole.get(name) or CategoricalDistribution(getattr(self, name)) for name in self._names()}
 
     def suggest(self, trial: optuna.trial.Trial) -> LoaderConfig:
         """The configuration of a trial, exactly as Optuna proposes it; what only workers have is asked with workers only.
@@ -163,8 +164,13 @@ class Space:
 
     def params(self, config: LoaderConfig) -> dict[str, Any]:
         """The parameters of which `suggest` makes this configuration."""
-        asked = [name for name in self.distributions() if config.num_workers or name not in WITHOUT_WORKERS]
+        asked = [name for name in self._names() if config.num_workers or name not in WITHOUT_WORKERS]
         return {name: getattr(config, name) for name in asked}
+
+    def _names(self) -> list[str]:
+        """Every setting that has more than one value, the number of workers first."""
+        prefetch = ["prefetch_factor"] if self._most("num_workers", self.max_workers) else []
+        return ["num_workers", *prefetch, *(name for name in UNMODELLED if len(getattr(self, name)) > 1)]
 
     def config(self, params: dict[str, Any]) -> LoaderConfig:
         """The configuration that these parameters make, or the user's own that has them; unknown ones are ignored.

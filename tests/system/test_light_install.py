@@ -62,6 +62,22 @@ found = autotune_loader.load_config("made/loader.json")
 assert autotune_loader.TuningResult.load("made/loader.json").best == found
 read(autotune_loader.AutoLoader(Squares(), batch_size=4, config="made/loader.json"))
 """
+TUNED = """
+import time
+
+class Waiting(Squares):
+    def __len__(self):
+        return 8000
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return index
+
+loader = autotune_loader.AutoLoader(Waiting(), batch_size=8)
+for batch in loader:
+    if loader.metrics()["num_workers"]:
+        break
+print(loader.report(), "WHOLE", loader.metrics()["num_workers"] > 0)
+"""
 ENABLED = """
 with autotune_loader.enable("watch", output="made/loader.json"):
     read(DataLoader(Squares(), batch_size=4))
@@ -112,6 +128,7 @@ def bench(preloaded, tmp_path):
     ("typed", "body", "says"),
     [
         ("train.py", AUTO, "WHOLE True\nWHOLE True\n"),
+        ("train.py", TUNED, "WHOLE True"),
         pytest.param("train.py", ENABLED, "made/loader.json.\n", marks=pytest.mark.smoke),
         ("command.py run train.py", READING.format("fork"), "autotune-loader run: 1 loader"),
     ],
@@ -122,6 +139,7 @@ def test_all_but_tuning_needs_no_extra(typed, body, says, bench):
     assert code == 0, output
     assert says in output
     assert "WHOLE True" in output
+    assert "No module named" not in output
 
 
 @pytest.mark.smoke
@@ -132,13 +150,15 @@ def test_all_but_tuning_needs_no_extra(typed, body, says, bench):
         ("train.py", "autotune_loader.compare({})", 1, "Error: compare() needs cloudpickle."),
         ("train.py", "autotune_loader.TwinSampler", 1, "Error: TwinSampler needs optuna."),
         ("train.py", f"{RESULT}result.to_dataframe()", 1, "Error: to_dataframe() needs pandas."),
+        ("command.py demo", "", 2, "Error: the demo needs cloudpickle."),
     ],
 )
 def test_what_needs_an_extra_names_it(typed, body, code, says, bench):
     bench.write(body)
     exit_code, output = bench.run(*typed.split())
     assert exit_code == code
-    assert f"{says} Install it with: pip install 'autotune-loader[tune]'" in output
+    extra = "demo" if "demo" in typed else "tune"
+    assert f"{says} Install it with: pip install 'autotune-loader[{extra}]'" in output
 
 
 def test_a_file_is_shown_and_loaded(bench):
