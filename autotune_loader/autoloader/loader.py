@@ -6,7 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -29,21 +30,27 @@ from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, 
 require_linux("AutoLoader")
 
 T_co = TypeVar("T_co", covariant=True)
+Value = TypeVar("Value")
 OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 """What says how workers are, if there are any; torch refuses most of it without."""
 CONFIGURED = ("num_workers", "pin_memory", *WITHOUT_WORKERS)
 """Arguments that a configuration takes the place of."""
 
 
-class Replaceable:
-    """A property whose name a subclass may give to an attribute of its own: `self.config = ...` is no error there."""
+class Attribute(Generic[Value]):
+    """What is read from elsewhere; a subclass may have an attribute of its own by that name, which a property forbids."""
 
-    def __init__(self, own: property) -> None:
-        self._read: Any = own.fget
-        self.__doc__ = own.__doc__
+    def __init__(self, path: str) -> None:
+        self._read: Callable[[Any], Any] = attrgetter(path)
 
-    def __get__(self, loader: Any, kind: Any = None) -> Any:
-        return self if loader is None else self._read(loader)
+    @overload
+    def __get__(self, loader: None, kind: Any = None) -> Attribute[Value]: ...
+    @overload
+    def __get__(self, loader: object, kind: Any = None) -> Value: ...
+    def __get__(self, loader: Any, kind: Any = None) -> Attribute[Value] | Value:
+        """Read it; of the class, the descriptor itself."""
+        value: Attribute[Value] | Value = self if loader is None else self._read(loader)
+        return value
 
 
 class AutoLoader(LoaderOf[T_co]):
@@ -157,35 +164,18 @@ class AutoLoader(LoaderOf[T_co]):
         live.found.log.marks.settle(time.monotonic())
         return live
 
-    @property
-    def found(self) -> Found:
-        """What is known so far. It holds neither the loader nor its data, and outlives them."""
-        return self._live.found
-
-    @property
-    def config(self) -> LoaderConfig:
-        """The settings of the next batch."""
-        return self._live.found.config
-
-    @property
-    def best(self) -> LoaderConfig:
-        """The best settings so far."""
-        return self._live.found.best
-
-    @property
-    def kept(self) -> Finding | None:
-        """Why the number of workers does not change; None if it does."""
-        return self._live.found.kept
-
-    @property
-    def log(self) -> Log:
-        """The history of each batch."""
-        return self._live.found.log
-
-    @property
-    def result(self) -> TuningResult:
-        """What was tried and found, as from `tune()`."""
-        return self._live.found.result
+    found: Attribute[Found] = Attribute("_live.found")
+    """What is known so far. It holds neither the loader nor its data, and outlives them."""
+    config: Attribute[LoaderConfig] = Attribute("_live.found.config")
+    """The settings of the next batch."""
+    best: Attribute[LoaderConfig] = Attribute("_live.found.best")
+    """The best settings so far."""
+    kept: Attribute[Finding | None] = Attribute("_live.found.kept")
+    """Why the number of workers does not change; None if it does."""
+    log: Attribute[Log] = Attribute("_live.found.log")
+    """The history of each batch."""
+    result: Attribute[TuningResult] = Attribute("_live.found.result")
+    """What was tried and found, as from `tune()`."""
 
     def __repr__(self) -> str:
         tuning = ", tuning" if self._known().tuner.refused is None else ""
@@ -222,11 +212,6 @@ class AutoLoader(LoaderOf[T_co]):
 
     def _get_iterator(self) -> Any:
         return iterator_of(self, self._known(), super()._get_iterator)
-
-
-for _name, _own in [*vars(AutoLoader).items()]:
-    if isinstance(_own, property):
-        setattr(AutoLoader, _name, Replaceable(_own))
 
 
 def _is_unasked(workers: int) -> bool:
