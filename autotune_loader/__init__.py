@@ -83,7 +83,7 @@ else:  # not for type checkers, which would take every misspelled name for one t
             from autotune_loader.values import MissingExtraError
 
             feature = f"{name}()" if name.islower() else name
-            raise MissingExtraError(feature, error.name, "tune") from error
+            raise MissingExtraError(feature, error.name, "tune") from None
         globals()[name] = getattr(home, name)
         return globals()[name]
 

@@ -40,13 +40,13 @@ QUICKSTART = (
     MARKDOWN("## 2. Tune\n\nOne call. Interrupt the cell to keep the best settings found so far."),
     CODE('result = tune(loader, model, budget="45s", output="loader.json", progress=False)\nprint(result.report())'),
     MARKDOWN(
-        "If it says *no significant difference*, a larger budget may show one; otherwise keep your settings.\n\n## 3. Plot\n\nEach "
-        "point is a measurement. Beyond the peak, more workers do not help."
+        "If it says *not significantly faster or slower*, a larger budget may show a difference; otherwise keep your settings.\n\n## 3. Plot\n\nPoints "
+        "are measured; the band is what the model expects. Beyond the peak, more workers do not help."
     ),
     CODE("result.plot_workers()"),
     MARKDOWN("Where the time of a sample goes in a worker. Speed up the longest bar first."),
     CODE("result.plot_stages()"),
-    MARKDOWN("The last batches of one trial. Where the training loop waits, the batch with the same number is late."),
+    MARKDOWN("The last batches of one trial, numbered; earlier ones are pale."),
     CODE("result.plot_timeline()"),
     MARKDOWN("## 4. Train\n\nIn this process, your loader with the new settings:"),
     CODE("loader = result.apply_to(loader)\nnext(iter(loader))[0].shape"),
