@@ -1,6 +1,5 @@
 """What figures of a run mean: what limits it, and what to do. Pure: records go in, findings come out.
 
-units.py     numbers for people
 messages.py  every sentence that can be said
 evidence.py  what was measured of a loader in its loop
 account.py   where each second of its loops went

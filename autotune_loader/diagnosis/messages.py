@@ -5,14 +5,32 @@ A row is called with its figures: `Bottleneck.CPU()` is `Finding(kind="cpu", sen
 
 from __future__ import annotations
 
+import string
 from enum import Enum
 from typing import Any
 
-from autotune_loader.diagnosis.units import Units, is_claimed, is_slower
 from autotune_loader.results.result import Finding
-from autotune_loader.values import Interval
+from autotune_loader.values import WORTH_CLAIMING, Interval
+from autotune_loader.values.units import bytes_text, counted, factor_text, number_text, seconds_text, share_text
 
-_UNITS = Units()
+_TEXTS = {
+    "share": share_text,
+    "bytes": bytes_text,
+    "seconds": seconds_text,
+    "number": number_text,
+    "ratio": Interval.as_ratio,
+    "confidence": lambda ratio: f"95% CI {ratio.limits(factor_text)}, " if ratio.is_telling else "",
+}
+
+
+class _Units(string.Formatter):
+    """Fills in a template whose fields name their unit: "{wait:share} of the time", "{size:bytes}", "{rounds:# round}"."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("# "):
+            return counted(int(value), format_spec[2:])
+        text_of: Any = _TEXTS.get(format_spec)
+        return str(super().format_field(value, format_spec) if text_of is None else text_of(value))
 
 
 class Table(Enum):
@@ -20,7 +38,7 @@ class Table(Enum):
 
     def __call__(self, **figures: Any) -> Finding:
         """What the row says of these figures."""
-        return Finding(kind=self.kind, sentence=_UNITS.format(self.value, **figures))
+        return Finding(kind=self.kind, sentence=_Units().format(self.value, **figures))
 
     @property
     def kind(self) -> str:
@@ -353,11 +371,11 @@ class Answer(Table):
 
 def answer(name: str, ratio: Interval, other: str, tolerance: float = 0.02) -> Finding:
     """How much faster something was shown to be in A/B rounds; what lies within the tolerance is not called slower."""
-    if is_claimed(ratio):
+    if ratio > WORTH_CLAIMING:
         row = Answer.FASTER
     elif 1 - tolerance <= ratio.low and ratio.high <= 1 + tolerance:
         row = Answer.EQUAL
-    elif is_slower(ratio):
+    elif ratio < 1 / WORTH_CLAIMING:
         row = Answer.SLOWER
     else:
         row = Answer.NOT_SHOWN if ratio.is_telling else Answer.UNSURE

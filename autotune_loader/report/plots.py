@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.diagnosis.units import counted, gain_text, number_text, rate_text, seconds_text, share_text
 from autotune_loader.report.perfetto import processes_of
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.report.text import tail_of
@@ -26,6 +25,7 @@ from autotune_loader.values import (
     StageTime,
     spans_of,
 )
+from autotune_loader.values.units import counted, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -145,9 +145,9 @@ def _annotate(axes: Axes, row: Standing, result: TuningResult) -> None:
     if row.rate is None:
         return
     count = row.config.num_workers
-    words = f"{counted(count, 'worker')}: {number_text(row.rate.value)} {result.rate_unit}"
+    words = f"{counted(count, 'worker')}: {rate_text(row.rate.value, result.rate_unit)}"
     if result.speedup is not None:
-        words += f"\n{gain_text(result.speedup)} than before"
+        words += f"\n{result.speedup.as_gain()} than before"
     side, at = ("left", 0) if 2 * count <= sum(axes.get_xlim()) else ("right", 1)
     line = {"arrowstyle": "-", "color": VERMILLION, "linewidth": 0.8, "relpos": (at, 0)}
     look: dict[str, Any] = {"color": VERMILLION, "fontsize": 9, "ha": side, "va": "top", "arrowprops": line}

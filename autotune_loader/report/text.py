@@ -6,24 +6,21 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from autotune_loader.diagnosis.messages import Answer, Bottleneck, Caution, Choice, Ended, Undecided, answer
-from autotune_loader.diagnosis.units import (
-    UNKNOWN,
-    bytes_text,
-    counted,
-    is_claimed,
-    limits_text,
-    number_text,
-    range_text,
-    rate_text,
-    ratio_text,
-    seconds_text,
-    share_text,
-)
 from autotune_loader.machine.facts import NO_GPU
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.result import Finding, TuningResult
-from autotune_loader.values import Interval
+from autotune_loader.values import WORTH_CLAIMING, Interval
+from autotune_loader.values.units import (
+    UNKNOWN,
+    bytes_text,
+    counted,
+    factor_text,
+    number_text,
+    rate_text,
+    seconds_text,
+    share_text,
+)
 
 WIDTH = 80
 """Columns that every terminal, log and e-mail has."""
@@ -90,10 +87,10 @@ def _choice(result: TuningResult) -> list[Finding]:
         said.append(
             Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before, result.tolerance)
         )
-        if ratio is not None and not is_claimed(ratio) and ratio.value < MUCH_FASTER:
+        if ratio is not None and not ratio > WORTH_CLAIMING and ratio.value < MUCH_FASTER:
             sizes = [(each.num_workers, each.batches_in_flight) for each in (best, result.baseline)]
             said.append(Choice.COSTS_LESS() if sizes[0] < sizes[1] else Choice.IF_MEMORY())
-    if result.status == "undecided" and ratio is not None and is_claimed(ratio):
+    if result.status == "undecided" and ratio is not None and ratio > WORTH_CLAIMING:
         said = [*said[1:], said[0]]  # what is sure comes first
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
@@ -113,9 +110,8 @@ def _rate_words(rate: Interval | None, unit: str) -> str:
     """Such as ": 1,486 samples/s (1,428 to 1,544)"; nothing where there is no rate."""
     if rate is None:
         return ""
-    if not rate.is_telling:
-        return f": about {number_text(rate.value)} {unit}"
-    return f": {number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
+    told = rate_text(rate.value, unit)
+    return f": {told} ({rate.limits()})" if rate.is_telling else f": about {told}"
 
 
 def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
@@ -165,7 +161,7 @@ def _cells(row: Standing, result: TuningResult) -> dict[str, str]:
         "prefetch": UNKNOWN if config.prefetch_factor is None else str(config.prefetch_factor),
         "options": ", ".join(config.words()),
         result.rate_unit: number_text(row.rate.value) if row.rate else UNKNOWN,
-        "95% CI": range_text(row.rate) if row.source == "rounds" else UNKNOWN,
+        "95% CI": (row.rate and row.source == "rounds" and row.rate.limits(to="–")) or UNKNOWN,
         "rounds": str(row.rate.count) if row.rate and row.source == "rounds" else UNKNOWN,
         "wait": share_text(None if measured is None else measured.wait_share),
         "memory": bytes_text(None if measured is None else measured.taken_bytes),
@@ -256,11 +252,12 @@ def _side_cells(comparison: Comparison, side: Side) -> dict[str, str]:
     cells |= {"": side.name, comparison.rate_unit: "failed", "workers": str(side.config.num_workers)}
     if measured is None or rate is None:
         return cells
+    ratio = comparison.ratios.get(side.name)
     is_first = side.name == next(iter(comparison.rates))
     return cells | {
         comparison.rate_unit: number_text(rate.value),
-        "speedup": "1" if is_first else ratio_text(comparison.ratios.get(side.name)),
-        "95% CI": "" if is_first else limits_text(comparison.ratios.get(side.name)) or UNKNOWN,
+        "speedup": "1" if is_first else UNKNOWN if ratio is None else ratio.as_ratio(),
+        "95% CI": "" if is_first else (ratio and ratio.limits(factor_text)) or UNKNOWN,
         "wait": share_text(measured.wait_share),
         "memory": bytes_text(measured.taken_bytes),
         "bottleneck": UNKNOWN if side.bottleneck is None else side.bottleneck.kind.replace("_", " "),

@@ -36,6 +36,7 @@ from autotune_loader.values import (
     Trial,
     log_ratios,
 )
+from autotune_loader.values.units import bytes_text
 
 MODEL_SD = 0.055  # relative error that the twin's shape may have between distant configurations
 ROUGH_SD, ROUGH_SCALE = 0.027, 0.1
@@ -351,7 +352,7 @@ class Prediction:
     """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
 
     def __str__(self) -> str:
-        memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 2**20:,.0f} MiB"
+        memory = "" if self.memory_bytes is None else f", {bytes_text(self.memory_bytes)}"
         return f"{self.config}: {self.samples_per_s} samples/s expected{memory}"
 
 

@@ -6,6 +6,7 @@ sampled.py        the histories of a long training: rare batches, and a share of
 measurement.py    a burst: its plan, what it measured or how it failed, and the trial that it is
 statistics.py     intervals, and rounds as effects
 serialization.py  dataclasses as JSON, and as files
+units.py          numbers for people
 errors.py         every exception of the package
 """
 
@@ -51,6 +52,7 @@ from autotune_loader.values.serialization import (
 from autotune_loader.values.statistics import (
     BURSTS_DIFFER,
     TYPICAL_NOISE,
+    WORTH_CLAIMING,
     Z_95,
     Effects,
     Interval,

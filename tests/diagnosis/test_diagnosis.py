@@ -15,13 +15,12 @@ from autotune_loader.diagnosis import (
     Source,
     diagnose,
     judged,
-    units,
 )
 from autotune_loader.diagnosis.evidence import ready_s
 from autotune_loader.diagnosis.judge import changes_in_training, source_of
 from autotune_loader.diagnosis.messages import answer
 from autotune_loader.pipeline.forking import ParentProcess
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig, units
 
 FOUR, SIX, TWELVE = (LoaderConfig(num_workers=workers) for workers in (4, 6, 12))
 KEPT = replace(FOUR, persistent_workers=True)
@@ -433,14 +432,13 @@ TEXTS = {
                          45: "45 s", 200: "3 min 20 s", 0.0: "0 ms", None: "-", 119.5: "2 min 0 s",
                          0.9995: "1.00 s", 9.95: "10 s", 0.9: "900 ms", 0.012: "12 ms",
                          0.00995: "10 ms", 0.0000995: "0.1 ms", 1.234: "1.23 s"},
-    units.ratio_text: {
+    Interval.as_ratio: {
         RATIO: "2.31x",
         Interval(value=12.0, low=3.5, high=41.0, count=2): "at least 3.50x",
         Interval(value=0.03, low=0.0, high=0.4, count=2): "at most 0.40x",
         Interval(value=32.4, low=0.0, high=float("inf"), count=1): "32.4x",
-        None: "-",
     },
-    units.range_text: {RATIO: "2.20–2.42", Interval(value=1.0, low=0.0, high=9.0, count=4): "-"},
+    Interval.limits: {RATIO: "2.20 to 2.42", Interval(value=1.0, low=0.0, high=9.0, count=4): ""},
     lambda count: units.counted(count, "batch"): {1: "1 batch", 1200: "1,200 batches"},
 }  # fmt: skip
 

@@ -12,10 +12,10 @@ import matplotlib.style
 import pytest
 from report.example import BEST, DEEP, NONE, STAGES, exactly, ran
 
-from autotune_loader.diagnosis.units import share_text
 from autotune_loader.report.plots import MOST_STAGES, svg_bytes
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import LoaderConfig
+from autotune_loader.values.units import share_text
 
 EMPTY = TuningResult(best=LoaderConfig(), status="fallback", baseline=LoaderConfig())
 
