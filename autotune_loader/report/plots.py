@@ -17,12 +17,10 @@ from autotune_loader.report.text import tail_of
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import (
     MAIN_PROCESS,
-    PINNING_THREAD,
     BatchTrace,
-    LoaderConfig,
-    Measurement,
     MissingExtraError,
     StageTime,
+    Trial,
     spans_of,
 )
 from autotune_loader.values.units import counted, rate_text, seconds_text, share_text
@@ -64,8 +62,7 @@ MAX_BATCHES = 10
 """Batches in a timeline: the last of the trial."""
 LEAST_NUMBERED = 0.016
 """A bar that takes less of the width has no room for the number of its batch."""
-PALE = 0.35
-"""Opacity of the bars of earlier batches."""
+IN_WORKERS = ("fetch", "collate")
 ACTIVITIES = {  # colour and legend, in the order of drawing
     "wait": (ORANGE, "training loop waits"),
     "step": (BLUE, "training step"),
@@ -183,76 +180,52 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
         training loop   waits ▒▒▒ steps ██ steps ██ waits ▒ steps ██
         worker 0        fetch ████████ collate ▓ fetch ███████ ...
 
-    Bars have the number of their batch where there is room; those of earlier batches are pale. Sending is not drawn, as it
-    would lie over what a worker does next.
+    Fetches and steps have the number of their batch where there is room. Sending is not drawn, as it would lie over what a
+    worker does next.
     """
-    config, measurement = _traced_trial(result, trial)
-    shown = measurement.traces[-MAX_BATCHES:]
-    waited_s = sum(trace.wait_s for trace in shown)
-    waits = share_text(waited_s / (waited_s + sum(trace.step_s for trace in shown)))
-    title = f"The last {counted(len(shown), 'batch')} of a trial: {config}\nThe training loop waits {waits} of the time shown"
-    reported = share_text((result.measurement_of(config) or measurement).wait_share)
-    rows = processes_of(shown)
-    return _picture(
-        title if waits == reported else f"{title} ({reported} over whole trials)",
-        partial(_timeline, measurement.traces, rows),
-        width=9.0,
-        height=1.8 + 0.36 * len(rows),
-        legend_columns=3 if PINNING_THREAD in rows else 5,
-    )
+    shown = _traced_trial(result, trial)
+    traces = shown.measurement.traces if shown.measurement else ()
+    rows = processes_of(traces[-MAX_BATCHES:])
+    title = f"The last {counted(min(MAX_BATCHES, len(traces)), 'batch')} of a trial: {shown.config}"
+    return _picture(title, partial(_timeline, traces, rows), width=9.0, height=1.8 + 0.36 * len(rows))
 
 
-def _traced_trial(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Measurement]:
-    """The trial of this number; by default the last with the chosen setting, else the fastest that has single batches."""
-    measured = {each.number: (each.config, each.measurement) for each in result.trials if each.measurement}
-    traced = {number: trial for number, trial in measured.items() if trial[1].traces}
+def _traced_trial(result: TuningResult, number: int | None) -> Trial:
+    """The trial of this number; by default the last with the chosen setting, else the last that has single batches."""
+    traced = {each.number: each for each in result.trials if each.measurement and each.measurement.traces}
     if not traced:
         raise ValueError(
             "plot_timeline() needs the single batches of a trial, which loader.json does not have. Try the result that "
             "tune() returned, in the process that tuned."
         )
-    if number is not None and number not in traced:
-        known = ", ".join(map(str, sorted(traced)))
-        raise ValueError(f"trial={number!r} has no single batches; these have some: {known}")
-    if number is not None:
-        return traced[number]
-    chosen = [trial for trial in traced.values() if trial[0].key() == result.best.key()]
-    return chosen[-1] if chosen else max(traced.values(), key=lambda trial: trial[1].samples_per_s.value)
+    if number is None:
+        return max(traced.values(), key=lambda each: (each.config.key() == result.best.key(), each.number))
+    if number not in traced:
+        raise ValueError(f"trial={number!r} has no single batches. Try one of {', '.join(map(str, sorted(traced)))}.")
+    return traced[number]
 
 
 def _timeline(traces: Sequence[BatchTrace], names: Mapping[int, str], axes: Axes) -> None:
-    """Without workers the loop fetches while it waits: those bars are drawn narrower, on top of the wait."""
-    rows, shown = {process: row for row, process in enumerate(names)}, traces[-MAX_BATCHES:]
-    numbered = enumerate(traces, 1 - max(0, len(traces) - MAX_BATCHES))  # the first batch that is shown has number 1
-    spans = [(number, span) for number, trace in numbered for span in spans_of(trace)]
-    start, end = min(min(trace.fetch_start, trace.requested) for trace in shown), shown[-1].step_end
+    rows, last = {process: row for row, process in enumerate(names)}, traces[-MAX_BATCHES:]
+    start, end = min(min(trace.fetch_start, trace.requested) for trace in last), last[-1].step_end
+    spans = [each for trace in traces for each in spans_of(trace) if each.process in rows and each.end > start]
     for activity, (colour, label) in ACTIVITIES.items():
-        is_numbered = activity in ("step", "fetch") or (activity == "wait" and len(rows) > 1)
-        of_it = [(number, span) for number, span in spans if span.activity == activity and span.process in rows]
-        bars = [(number, span) for number, span in of_it if start < span.end and span.begin < end]
-        for number, (_, worker, begun, ended) in bars:
-            row, length, alpha = rows[worker], ended - begun, 1 if number > 0 else PALE
-            height = 0.4 if worker == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
-            place: dict[str, Any] = {"left": begun - start, "edgecolor": "white", "linewidth": 0.4}
-            axes.barh(row, length, height, color=colour, alpha=alpha, **place)
-            if is_numbered and number > 0 and length > LEAST_NUMBERED * (end - start):
-                ink = "white" if activity == "step" else "black"
-                axes.text(begun - start + length / 2, row, str(number), color=ink, ha="center", va="center", fontsize=7)
-        if bars:
-            axes.barh(0, 0, color=colour, label=label)
+        if bars := [each for each in spans if each.activity == activity]:
+            lengths, begins = [each.end - each.begin for each in bars], [each.begin - start for each in bars]
+            # Without workers the loop fetches while it waits: narrower, on top of the wait.
+            heights = [0.4 if activity in IN_WORKERS and each.process == MAIN_PROCESS else 0.72 for each in bars]
+            look: dict[str, Any] = {"color": colour, "label": label, "edgecolor": "white", "linewidth": 0.4}
+            axes.barh([rows[each.process] for each in bars], lengths, heights, begins, **look)
+    for number, each in [(number, each) for number, trace in enumerate(last, 1) for each in spans_of(trace)]:
+        if each.activity in ("fetch", "step") and each.end - each.begin > LEAST_NUMBERED * (end - start):
+            middle, ink = (each.begin + each.end) / 2 - start, "white" if each.activity == "step" else "black"
+            axes.text(middle, rows[each.process], str(number), color=ink, ha="center", va="center", fontsize=7)
     axes.set_yticks(list(rows.values()), list(names.values()))
     axes.set(xlabel="seconds", xlim=(0, end - start), ylim=(len(rows) - 0.5, -0.5))
     axes.grid(axis="y", visible=False)
 
 
-def _picture(
-    title: str,
-    content: Callable[[Axes], None] | str,
-    *,
-    width: float = 7.0,
-    height: float = 4.2,
-    legend_columns: int = 3,
-) -> Figure:
+def _picture(title: str, content: Callable[[Axes], None] | str, *, width: float = 7.0, height: float = 4.2) -> Figure:
     """A figure with one set of axes, `width` times `height` inches; a string says why there is nothing to draw."""
     try:
         from matplotlib import style
@@ -272,7 +245,7 @@ def _picture(
             axes.text(0.5, 0.5, content, ha="center", va="center", transform=axes.transAxes, color=GREY, wrap=True)
         else:
             content(axes)
-            figure.legend(loc="outside lower center", ncols=legend_columns)
+            figure.legend(loc="outside lower center", ncols=3)
         figure.draw_without_rendering()  # makes the labels of ticks, which would follow the user's settings later
         # A dark style has a dark background for files.
         figure.savefig = partial(figure.savefig, facecolor=figure.get_facecolor())  # type: ignore[method-assign]
