@@ -26,6 +26,8 @@ FOREIGN_CPU_LIMIT = 0.25
 """A trial or round with a larger foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
 NEGLIGIBLE = 0.05
 """Clocks and trials show no less: a loop that waits for a smaller share does not wait, and closer rates are the same."""
+ALIKE = ["wait_share", "batch_size", "batch_bytes", "step_s", "pin_s", "copy_s", "cpu_share", "foreign_cpu_share"]
+"""Fields that evidence and measurements have under one name."""
 MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
 """Failures that more memory, shared or not, would have prevented."""
 
@@ -88,20 +90,9 @@ class Evidence:
         cls, measured: Measurement, *, config: LoaderConfig, cores: float, epoch_batches: int | None = None, **more: Any
     ) -> Evidence:
         """The evidence of a burst; `more` are other fields, and win over it."""
-        known: dict[str, Any] = {
-            "samples_per_s": measured.samples_per_s.value,
-            "wait_share": measured.wait_share,
-            "batch_size": measured.batch_size,
-            "batch_bytes": measured.batch_bytes,
-            "step_s": measured.step_s,
-            "fetch_s": measured.service_s,
-            "fetch_cpu_s": measured.service_cpu_s,
-            "receive_s": ready_s(measured),
-            "pin_s": measured.pin_s,
-            "copy_s": measured.copy_s,
-            "cpu_share": measured.cpu_share,
-            "foreign_cpu_share": measured.foreign_cpu_share,
-        }
+        known: dict[str, Any] = {name: getattr(measured, name) for name in ALIKE}
+        known |= {"samples_per_s": measured.samples_per_s.value, "receive_s": ready_s(measured)}
+        known |= {"fetch_s": measured.service_s, "fetch_cpu_s": measured.service_cpu_s}
         first_batch_s = measured.first_batch_s
         if epoch_batches and config.num_workers and not config.persistent_workers and first_batch_s is not None:
             starting_s = max(0.0, first_batch_s - measured.service_s)

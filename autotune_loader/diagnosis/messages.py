@@ -133,10 +133,7 @@ class Cause(Table):
         "A batch of {where} has {tensors} tensors, each of which is sent by itself: training waits {seconds:seconds} for their "
         "transfer."
     )
-    GARBAGE_IN_WORKERS = "Garbage collections take {share:share} of the time of the workers of {where}."
-    GARBAGE_IN_LOOP = (
-        "Garbage collections of the training process take {seconds:seconds}, {share:share} of the time with {where}."
-    )
+    GARBAGE_COLLECTION = "Garbage collections take {share:share} of the time of {process} of {where}."
     SLOW_SAMPLES = (
         "Of {batches:# batch} of {where}, {slow} took {long:seconds} to load, others {usual:seconds}: training waits "
         "{seconds:seconds} for them."
