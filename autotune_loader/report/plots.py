@@ -84,13 +84,11 @@ def plot_workers(result: TuningResult) -> Figure:
 def _workers(result: TuningResult, rows: tuple[Standing, ...], axes: Axes) -> None:
     rated = [row for row in rows if row.rate is not None]
     top, counts = max(row.rate.value for row in rated if row.rate), {row.config.num_workers for row in rated}
-    dashes: tuple[Any, Any] = (0, (6, 3)), (0, (1, 2))
-    for ceiling, label, dash in zip(
-        (result.ceiling, result.transfer_ceiling),
-        ("never waiting for data", "most that workers transfer"),
-        dashes,
-        strict=True,
-    ):
+    ceilings = (
+        (result.ceiling, "never waiting for data", "--"),
+        (result.transfer_ceiling, "most that workers transfer", ":"),
+    )
+    for ceiling, label, dash in ceilings:
         if ceiling is not None and ceiling.value > FAR * top:
             axes.plot([], [], " ", label=f"{label}: {rate_text(ceiling.value, result.rate_unit)}, far above")
         elif ceiling is not None:
@@ -128,13 +126,12 @@ def _band(axes: Axes, result: TuningResult, most: int) -> None:
 
 def _draw_rates(axes: Axes, rows: Sequence[Standing], **look: Any) -> None:
     """Rates, those of A/B rounds with their intervals, where these tell anything."""
-    known = [(row.config.num_workers, row.rate, row.source) for row in rows if row.rate is not None]
+    known = [(row, row.rate) for row in rows if row.rate is not None]
     if known:
-        shown = [rate.is_telling and source == "rounds" for _, rate, source in known]
-        below = [tells * max(0.0, rate.value - rate.low) for tells, (_, rate, _) in zip(shown, known, strict=True)]
-        above = [tells * max(0.0, rate.high - rate.value) for tells, (_, rate, _) in zip(shown, known, strict=True)]
-        counts, rates = [count for count, _, _ in known], [rate.value for _, rate, _ in known]
-        axes.errorbar(counts, rates, [below, above], capsize=3, **look)
+        counts, rates = [row.config.num_workers for row, _ in known], [rate.value for _, rate in known]
+        told = [rate if row.source == "rounds" and rate.is_telling else None for row, rate in known]
+        limits = [(max(0.0, each.value - each.low), each.high - each.value) if each else (0.0, 0.0) for each in told]
+        axes.errorbar(counts, rates, [*zip(*limits, strict=True)], capsize=3, **look)
 
 
 def _annotate(axes: Axes, row: Standing, result: TuningResult) -> None:

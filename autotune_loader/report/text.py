@@ -10,17 +10,7 @@ from autotune_loader.machine.facts import NO_GPU
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.result import Finding, TuningResult
-from autotune_loader.values import WORTH_CLAIMING, Interval
-from autotune_loader.values.units import (
-    UNKNOWN,
-    bytes_text,
-    counted,
-    factor_text,
-    number_text,
-    rate_text,
-    seconds_text,
-    share_text,
-)
+from autotune_loader.values import WORTH_CLAIMING, Interval, units
 
 WIDTH = 80
 """Columns that every terminal, log and e-mail has."""
@@ -110,7 +100,7 @@ def _rate_words(rate: Interval | None, unit: str) -> str:
     """Such as ": 1,486 samples/s (1,428 to 1,544)"; nothing where there is no rate."""
     if rate is None:
         return ""
-    told = rate_text(rate.value, unit)
+    told = units.rate_text(rate.value, unit)
     return f": {told} ({rate.limits()})" if rate.is_telling else f": about {told}"
 
 
@@ -127,7 +117,7 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     kept = [[{n: cell for n, cell in cells.items() if n not in left_out} for cells in group] for group in groups]
     lines = [table_text(kept, wraps="options" if len(options) > 1 else "", width=width)]
     if len(shown) < len(rows):
-        lines.append(f"{counted(len(rows) - len(shown), 'more configuration')} in result.to_dataframe()")
+        lines.append(f"{units.counted(len(rows) - len(shown), 'more configuration')} in result.to_dataframe()")
     legend = [*([EQUAL] if any(row.is_as_fast for row in shown) else []), *([ROUNDS] if has_rounds else []), WAIT]
     # Each reason once, with the first configuration that failed for it.
     failed: dict[str, str] = {}
@@ -158,13 +148,13 @@ def _cells(row: Standing, result: TuningResult) -> dict[str, str]:
     return {
         "": next((mark for mark, applies in marks.items() if applies), ""),
         "workers": str(config.num_workers),
-        "prefetch": UNKNOWN if config.prefetch_factor is None else str(config.prefetch_factor),
+        "prefetch": units.UNKNOWN if config.prefetch_factor is None else str(config.prefetch_factor),
         "options": ", ".join(config.words()),
-        result.rate_unit: number_text(row.rate.value) if row.rate else UNKNOWN,
-        "95% CI": (row.rate and row.source == "rounds" and row.rate.limits(to="–")) or UNKNOWN,
-        "rounds": str(row.rate.count) if row.rate and row.source == "rounds" else UNKNOWN,
-        "wait": share_text(None if measured is None else measured.wait_share),
-        "memory": bytes_text(None if measured is None else measured.taken_bytes),
+        result.rate_unit: units.number_text(row.rate.value) if row.rate else units.UNKNOWN,
+        "95% CI": (row.rate and row.source == "rounds" and row.rate.limits(to="–")) or units.UNKNOWN,
+        "rounds": str(row.rate.count) if row.rate and row.source == "rounds" else units.UNKNOWN,
+        "wait": units.share_text(None if measured is None else measured.wait_share),
+        "memory": units.bytes_text(None if measured is None else measured.taken_bytes),
     }
 
 
@@ -172,14 +162,16 @@ def _facts(result: TuningResult) -> Iterator[str]:
     if result.bottleneck is not None:
         yield str(result.bottleneck)
     if result.ceiling is not None:
-        yield f"Ceiling: {rate_text(result.ceiling.value, result.rate_unit)}, the rate of training that never waits for data."
+        rate = units.rate_text(result.ceiling.value, result.rate_unit)
+        yield f"Ceiling: {rate}, the rate of training that never waits for data."
     if result.transfer_ceiling is not None:
-        rate = rate_text(result.transfer_ceiling.value, result.rate_unit)
+        rate = units.rate_text(result.transfer_ceiling.value, result.rate_unit)
         yield f"Transfer: {rate}, the most that DataLoader's workers can hand over to this step."
     if result.gpu_busy_share is not None:
-        yield f"GPU: busy {share_text(result.gpu_busy_share)} of the time (from the first to the last kernel of each step)."
+        busy = units.share_text(result.gpu_busy_share)
+        yield f"GPU: busy {busy} of the time (from the first to the last kernel of each step)."
     if result.gpu_utilization is not None:
-        yield f"GPU {share_text(result.gpu_utilization)} busy (NVML)."
+        yield f"GPU {units.share_text(result.gpu_utilization)} busy (NVML)."
     if result.source is not None:
         yield str(result.source)
 
@@ -192,9 +184,9 @@ def _stage_lines(result: TuningResult, width: int) -> list[str]:
     rows = [
         {
             "stage": each.stage,
-            name: share_text(share),
-            "time": seconds_text(each.wall_s),
-            "CPU time": seconds_text(each.cpu_s),
+            name: units.share_text(share),
+            "time": units.seconds_text(each.wall_s),
+            "CPU time": units.seconds_text(each.cpu_s),
             "where": " ".join(tail_of(word, LONGEST_NAME) for word in each.where.split()),
         }
         for share, each in shares[:SHOWN_STAGES]
@@ -209,11 +201,14 @@ def _how(result: TuningResult) -> Iterator[str]:
     if result.ended is not None and result.status != "fallback":
         yield str(result.ended)
     if result.trials:
-        yield f"{counted(len(result.trials), 'trial')} in {seconds_text(result.seconds)}."
+        yield f"{units.counted(len(result.trials), 'trial')} in {units.seconds_text(result.seconds)}."
     if (machine := result.machine) is not None:
-        told = [(result.tuned_at or "")[:10], machine.dataset, counted(machine.usable_cores, "core")]
+        told = [(result.tuned_at or "")[:10], machine.dataset, units.counted(machine.usable_cores, "core")]
         gpu = "no GPU" if machine.gpu == NO_GPU else machine.gpu
-        yield ", ".join(filter(None, [*told, bytes_text(machine.memory_bytes), gpu, f"torch {machine.torch}"])) + "."
+        yield (
+            ", ".join(filter(None, [*told, units.bytes_text(machine.memory_bytes), gpu, f"torch {machine.torch}"]))
+            + "."
+        )
 
 
 def comparison_summary(comparison: Comparison) -> str:
@@ -228,7 +223,7 @@ def comparison_report(comparison: Comparison) -> str:
         [str(each) for each in _answers_of(comparison)],
         [f"{side.name}: {side.bottleneck}" for side in comparison.sides if side.bottleneck is not None],
         [f"Warning: {each}" for each in comparison.notes],
-        [f"{counted(len(comparison.rounds), 'A/B round')} in {seconds_text(comparison.seconds)}."],
+        [f"{units.counted(len(comparison.rounds), 'A/B round')} in {units.seconds_text(comparison.seconds)}."],
     ]
     return "\n\n".join([table, *("\n".join(map(wrapped, block)) for block in blocks if block)])
 
@@ -255,12 +250,12 @@ def _side_cells(comparison: Comparison, side: Side) -> dict[str, str]:
     ratio = comparison.ratios.get(side.name)
     is_first = side.name == next(iter(comparison.rates))
     return cells | {
-        comparison.rate_unit: number_text(rate.value),
-        "speedup": "1" if is_first else UNKNOWN if ratio is None else ratio.as_ratio(),
-        "95% CI": "" if is_first else (ratio and ratio.limits(factor_text)) or UNKNOWN,
-        "wait": share_text(measured.wait_share),
-        "memory": bytes_text(measured.taken_bytes),
-        "bottleneck": UNKNOWN if side.bottleneck is None else side.bottleneck.kind.replace("_", " "),
+        comparison.rate_unit: units.number_text(rate.value),
+        "speedup": "1" if is_first else units.UNKNOWN if ratio is None else ratio.as_ratio(),
+        "95% CI": "" if is_first else (ratio and ratio.limits(units.factor_text)) or units.UNKNOWN,
+        "wait": units.share_text(measured.wait_share),
+        "memory": units.bytes_text(measured.taken_bytes),
+        "bottleneck": units.UNKNOWN if side.bottleneck is None else side.bottleneck.kind.replace("_", " "),
     }
 
 
