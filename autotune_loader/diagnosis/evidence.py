@@ -111,10 +111,9 @@ class Evidence:
         return self.batch_size / self.samples_per_s
 
     @property
-    def lost_s(self) -> float:
-        """Seconds of a batch beyond its step alone, or beyond its step in the loop where there is no ceiling."""
-        alone_s = (self.step_s or 0.0) if self.ceiling is None else self.batch_size / self.ceiling.value
-        return self.period_s - alone_s
+    def alone_s(self) -> float:
+        """Seconds of a batch's step alone; of its step in the loop where there is no ceiling."""
+        return (self.step_s or 0.0) if self.ceiling is None else self.batch_size / self.ceiling.value
 
     @property
     def headroom(self) -> float | None:
@@ -136,14 +135,6 @@ class Evidence:
         if self.ceiling is None or self.transfer_ceiling is None:
             return None
         return self.transfer_ceiling if self.transfer_ceiling.value < (1 - BURSTS_DIFFER) * self.ceiling.value else None
-
-    @property
-    def copies_rather(self) -> bool:
-        """Whether the copy to the device makes most of what a batch takes that lies ready in workers beyond the step."""
-        if self.handed_over is None or self.ceiling is None:
-            return False
-        beyond_s = self.batch_size / self.handed_over.value - self.batch_size / self.ceiling.value
-        return (self.copy_s or 0.0) > beyond_s / 2
 
     def reaches(self, ceiling: Interval | None) -> bool:
         """Whether the loop is as fast as that; not where it is not known."""

@@ -127,7 +127,7 @@ def ceiling_doubt(evidence: Evidence) -> Finding | None:
 
 
 def _row(evidence: Evidence) -> Bottleneck:
-    wait, config = evidence.wait_share, evidence.config
+    wait, config, handed = evidence.wait_share, evidence.config, evidence.handed_over
     if evidence.batches is not None and evidence.batches < FEWEST_BATCHES:
         return Bottleneck.TOO_SHORT
     if wait is None:
@@ -138,10 +138,11 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.START_UP
     if evidence.reaches(evidence.ceiling):
         return Bottleneck.STEP
-    if evidence.saved_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
+    if evidence.saved_s > max(COPY_SHARE * (evidence.period_s - evidence.alone_s), LITTLE_GAIN * evidence.period_s):
         return Bottleneck.COPY
-    if config.num_workers and evidence.reaches(evidence.handed_over):
-        return Bottleneck.COPY if evidence.copies_rather else Bottleneck.TRANSFER
+    if config.num_workers and handed is not None and evidence.reaches(handed):
+        beyond_s = evidence.batch_size / handed.value - evidence.alone_s
+        return Bottleneck.COPY if (evidence.copy_s or 0.0) > COPY_SHARE * beyond_s else Bottleneck.TRANSFER
     if wait < NEGLIGIBLE:
         return _never_waiting(evidence)
     if evidence.ran_out is not None:
@@ -206,8 +207,8 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
             yield _stage_that_waits(evidence)
         case Bottleneck.CORES if evidence.waiting is not None:
             yield Fact.FOR_A_CORE(share=evidence.waiting[1], cores=round(evidence.cores))
-        case Bottleneck.TRANSFER if ceiling is not None and handed is not None and evidence.reaches(handed):
-            yield Fact.HANDED_OVER(handed=evidence.batch_size / handed.value, alone=evidence.batch_size / ceiling.value)
+        case Bottleneck.TRANSFER if handed is not None and evidence.reaches(handed):
+            yield Fact.HANDED_OVER(handed=evidence.batch_size / handed.value, alone=evidence.alone_s)
             yield None if evidence.pin_s is None else Fact.PINNING(pin=evidence.pin_s)
         case Bottleneck.TRANSFER:
             receiving = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
@@ -237,17 +238,14 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
 def _gain(evidence: Evidence) -> Iterator[Finding]:
     """What instant data would bring, and where a longer step is part of it."""
     gain, foreign = evidence.headroom or 0.0, evidence.foreign_share
-    alone_s = 0.0 if evidence.ceiling is None else evidence.batch_size / evidence.ceiling.value
-    if alone_s and (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > alone_s / MUCH_SLOWER:
-        is_disturbed = foreign > FOREIGN_CPU_LIMIT
-        yield Fact.BUSY(share=foreign) if is_disturbed else Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
+    if (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > evidence.alone_s / MUCH_SLOWER:
+        shared = {"step": evidence.step_s, "alone": evidence.alone_s}
+        yield Fact.BUSY(share=foreign) if foreign > FOREIGN_CPU_LIMIT else Fact.SHARED_CORES(**shared)
     if gain >= LARGE_GAIN:
         yield Fact.MUCH()
     elif gain >= LITTLE_GAIN:
-        bound = (
-            Fact.AT_MOST if alone_s and evidence.on_accelerator else Fact.ABOUT
-        )  # steps may be shorter without a wait
-        yield bound(factor=1 + gain)
+        is_bound = evidence.ceiling is not None and evidence.on_accelerator  # else steps may be shorter without a wait
+        yield Fact.AT_MOST(factor=1 + gain) if is_bound else Fact.ABOUT(factor=1 + gain)
 
 
 def _stage_that_waits(evidence: Evidence) -> Finding | None:

@@ -5,7 +5,6 @@ Methods that show it import `report` when they are called: reading a file and de
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -40,14 +39,11 @@ if TYPE_CHECKING:
 else:
     Study = Any  # importing Optuna takes a second, and no file holds one
 
-log = logging.getLogger(__name__)
 _Loader = TypeVar("_Loader")
 Status = Literal["complete", "undecided", "partial", "fallback"]
 FoundBy = Literal["tune", "autoloader", "watch"]
 NOT_IN_FILE = ("best", "study", "parts")
 """Fields that are not in `loader.json`, or not under their name: `best` is `dataloader_kwargs` and `extras`."""
-FILE_ONLY = ("schema_version", "created_by", "dataloader_kwargs", "extras")
-"""Keys of `loader.json` that are not fields. `dataloader_kwargs` can be passed to `DataLoader` as they stand."""
 ORDER = ("shuffle", "sampler", "batch_sampler")
 """Arguments of DataLoader that decide the order of the samples."""
 
@@ -214,10 +210,9 @@ class TuningResult:
         own = {name: self.parts[name] for name in ORDER if name in self.parts}
         if own and dataset is self.parts.get("dataset"):
             return {**parts, **own}
-        name, kind = next(((name, type(value).__name__) for name, value in own.items()), ("sampler", "sampler"))
+        name = next(iter(own), "sampler")
         raise ValueError(
-            f"{name} was not given, and the tuned loader had its own {kind}. Try shuffle=True, or {name}=... for this "
-            "dataset."
+            f"{name} was not given, and the tuned loader had its own. Try shuffle=True, or {name}=... for this dataset."
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -263,15 +258,12 @@ class TuningResult:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`; keys that this release does not know are ignored, with a line in the log.
+        """The inverse of `to_dict`; keys that this release does not know are ignored.
 
         Raises:
             ValueError, TypeError, KeyError: the values make no result.
         """
-        known = {each.name for each in fields(cls)}.difference(NOT_IN_FILE)
-        if unknown := sorted(raw.keys() - known - set(FILE_ONLY)):
-            log.info("keys that this release does not use are ignored: %s", ", ".join(unknown))
-        values = {name: raw[name] for name in known & raw.keys()}
+        values = {name: value for name, value in raw.items() if name not in NOT_IN_FILE}
         return from_plain({**values, "best": config_of(raw).to_dict()}, cls)
 
     def predict(

@@ -258,9 +258,9 @@ WHOLE = {**QUEUED, "fetch_cpu_s": 0.3}  # a fetch on several cores
 @pytest.mark.parametrize(
     ("changes", "figure", "expected"),
     [
-        ({}, "lost_s", 0.016),
-        ({"ceiling": None}, "lost_s", 0.017),
-        ({"ceiling": None, "step_s": None}, "lost_s", 0.032),
+        ({}, "alone_s", 0.016),
+        ({"ceiling": None}, "alone_s", 0.015),
+        ({"ceiling": None, "step_s": None}, "alone_s", 0.0),
         ({}, "fetching_share", 0.859375),
         ({"fetch_s": 0.2}, "fetching_share", 1.0),
         ({"config": ALONE}, "fetching_share", 1.0),
@@ -272,7 +272,6 @@ WHOLE = {**QUEUED, "fetch_cpu_s": 0.3}  # a fetch on several cores
         ({"ceiling": None, "trials": (ran(FOUR, 2001.0),)}, "headroom", None),
         ({"transfer_ceiling": exactly(1700.0)}, "handed_over", None),
         ({"transfer_ceiling": exactly(1699.0)}, "handed_over", exactly(1699.0)),
-        ({}, "copies_rather", False),
         ({}, "waiting", None),
         ({**QUEUED, "wait_share": 0.0}, "waiting", None),
         (QUEUED, "waiting", (0.470109, 0.489130, 0.040761)),
