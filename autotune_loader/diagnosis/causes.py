@@ -113,9 +113,9 @@ def _starts(case: Case) -> Iterator[NamedCause]:
     if 2 * seen.ready_s >= seconds and each_s >= READY_S:  # they may start one after the other
         row = Cause.WORKER_INIT if is_forked else Cause.WORKER_IMPORTS
         if not is_forked and not case.job.is_tuned:
-            yield case.named(row, Advice.START_ONCE(command=case.job.to_tune), seconds, each=each_s, epochs=epochs)
+            yield case.named(row, Advice.START_ONCE(command=case.job.to_tune), seconds, each=each_s)
         elif may_be_kept:
-            yield case.named(row, Advice.KEEP_WORKERS(), seconds, each=each_s, epochs=epochs)
+            yield case.named(row, Advice.KEEP_WORKERS(), seconds, each=each_s)
     elif may_be_kept:
         yield case.named(Cause.WORKER_STARTS, Advice.KEEP_WORKERS(), seconds, epochs=epochs)
 

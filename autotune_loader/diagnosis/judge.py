@@ -206,7 +206,7 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
             yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
             yield _stage_that_waits(evidence)
         case Bottleneck.CORES if evidence.waiting is not None:
-            yield Fact.FOR_A_CORE(share=evidence.waiting[1], cores=round(evidence.cores))
+            yield Fact.FOR_A_CORE(share=evidence.waiting[1])
         case Bottleneck.TRANSFER if handed is not None and evidence.reaches(handed):
             yield Fact.HANDED_OVER(handed=evidence.batch_size / handed.value, alone=evidence.alone_s)
             yield None if evidence.pin_s is None else Fact.PINNING(pin=evidence.pin_s)
