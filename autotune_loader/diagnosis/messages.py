@@ -155,22 +155,15 @@ class Advice(Table):
     TRANSFER_LESS = "Transfer less data (uint8 instead of float32, crops made in the worker): a batch has {size:bytes}."
     COPY_AHEAD = 'Copy batches ahead: try tune(..., allow="device_prefetch"), or DevicePrefetcher(loader).'
     LARGER_BATCHES = "Use larger batches: transferring a small one takes hardly less time."
-    AUTOLOADER_TRANSFERS = "Try AutoLoader(dataset, num_workers={workers}, tune=False), which transfers with less overhead."
+    AUTOLOADER_TRANSFERS = "Try AutoLoader(dataset, num_workers={workers}, tune=False), which transfers at less cost."
     MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or use smaller batches."
     SMALLER_WORKERS = "Use less memory per worker: numpy arrays, Arrow or memory-mapped files, not lists of objects."
     KEEP_WORKERS = "Set persistent_workers=True, unless workers must see changes that training makes to the dataset."
     WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than loading it."
     KEEP_ITERATOR = "Call iter(loader) once per epoch: next(iter(loader)) starts a new epoch for every batch."
     BATCHED_FETCH = "Load a whole batch at once with __getitems__(indices): a sample takes only {sample:seconds}."
-    FORKSERVER = (
-        'Use multiprocessing_context="forkserver" or set_start_method("forkserver"): the dataset is pickled and copied '
-        'once, and workers start as fast as with fork. The script needs `if __name__ == "__main__":`.'
-    )
-    FORKSERVER_BY_AUTOLOADER = (
-        'Use AutoLoader or `run` with multiprocessing_context="forkserver": the dataset is pickled and copied once, '
-        "and workers start as fast as with fork, while DataLoader imports and unpickles for each worker. The script "
-        'needs `if __name__ == "__main__":`.'
-    )
+    FORKSERVER = 'Use multiprocessing_context="forkserver", with `if __name__ == "__main__":` in the script.'
+    FORKSERVER_BY_AUTOLOADER = 'Use AutoLoader or `run` with multiprocessing_context="forkserver", and `if __name__ == "__main__":` in the script.'
     RUN = "`{command}` tries other settings."
     RUN_WITH_WORKERS = "`{command}` tries worker processes (safe if your dataset works with num_workers>0)."
 
@@ -253,8 +246,8 @@ class Caution(Table):
     OUT_OF_ORDER = "in_order=False: the order of batches differs between runs, even with a seed."
     EPOCH_NOT_SEEN = "persistent_workers=True: workers do not see set_epoch() of the dataset."
     WORKERS_KEPT = (
-        "persistent_workers=True saves the start of workers in each epoch, but persistent workers do not see what is set on "
-        "the dataset between epochs (such as dataset.size = 16). persistent_workers=False in DataLoader would bring it back."
+        "persistent_workers=True: workers do not see what is set on the dataset between epochs (such as dataset.size = 16). "
+        "Try persistent_workers=False in DataLoader if they must."
     )
     STORAGE_LOST = "The storage of study={name!r} failed ({why}): the search went on in memory, in result.study."
     EPOCH_STARTS = "Workers restart in each epoch: whole ones were compared, and the rates shown exclude the starts."

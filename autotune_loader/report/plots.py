@@ -35,7 +35,6 @@ VERMILLION, PURPLE = "#D55E00", "#CC79A7"
 PALE_GREY, GREY, DARK_GREY = "#E5E5E5", "#999999", "#555555"  # background and secondary text
 # One look for all pictures, which neither reads nor changes the user's settings of matplotlib.
 STYLE = {
-    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 11,
@@ -44,10 +43,8 @@ STYLE = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": PALE_GREY,
-    "grid.linewidth": 0.8,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.fonttype": "path",
     "svg.hashsalt": "autotune_loader",
 }
 FAR = 1.6

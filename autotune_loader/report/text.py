@@ -205,10 +205,8 @@ def _how(result: TuningResult) -> Iterator[str]:
     if (machine := result.machine) is not None:
         told = [(result.tuned_at or "")[:10], machine.dataset, units.counted(machine.usable_cores, "core")]
         gpu = "no GPU" if machine.gpu == NO_GPU else machine.gpu
-        yield (
-            ", ".join(filter(None, [*told, units.bytes_text(machine.memory_bytes), gpu, f"torch {machine.torch}"]))
-            + "."
-        )
+        told += [units.bytes_text(machine.memory_bytes), gpu or "", f"torch {machine.torch}"]
+        yield f"{', '.join(filter(None, told))}."
 
 
 def comparison_summary(comparison: Comparison) -> str:
@@ -291,9 +289,6 @@ def _row_text(row: Mapping[str, str], widths: Mapping[str, int], wraps: str, gap
     lines = []
     for number, part in enumerate(parts):
         cells = {column: part if column == wraps else cell if number == 0 else "" for column, cell in row.items()}
-        aligned = [
-            cell.ljust(widths[column]) if column in TEXT_COLUMNS else cell.rjust(widths[column])
-            for column, cell in cells.items()
-        ]
-        lines.append(gap.join(aligned).rstrip())
+        sides = {column: "<" if column in TEXT_COLUMNS else ">" for column in cells}
+        lines.append(gap.join(f"{cell:{sides[its]}{widths[its]}}" for its, cell in cells.items()).rstrip())
     return "\n".join(lines)

@@ -172,7 +172,7 @@ CASES = {
         "initialized CUDA: they may crash or hang. Use AutoLoader or"),
     "the same, by AutoLoader": ("cpu", OF_CUDA_ELASTIC,
         "",
-        'they may crash or hang. Use multiprocessing_context="forkserver" or set_start'),
+        'they may crash or hang. Use multiprocessing_context="forkserver", with'),
     "forked from a large process": ("cpu", OF_LARGE,
         "",
         "from a process of 4 GiB: a fork copies page tables"),
