@@ -86,19 +86,16 @@ def judged(
     transfer = result.transfer_ceiling
     if transfer is not None and rate.value > (1 + BURSTS_DIFFER) * transfer.value:
         transfer = None
+    alike = {name: getattr(result, name) for name in ("rate_unit", "wait_share", "ceiling", "stages", "trials")}
     evidence = Evidence.of(
         measurement,
         config=result.best,
         cores=machine.usable_cores,
         epoch_batches=epoch_batches,
         samples_per_s=rate.value,
-        rate_unit=result.rate_unit,
-        wait_share=result.wait_share,
-        ceiling=result.ceiling,
         transfer_ceiling=transfer,
-        stages=result.stages,
-        trials=result.trials,
         parent=parent,
+        **alike,
         **known,
     )
     bottleneck, advice = diagnose(evidence)

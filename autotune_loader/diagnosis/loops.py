@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from autotune_loader.diagnosis.account import Account, Fetching, account_of
 from autotune_loader.diagnosis.causes import Job, NamedCause, causes
@@ -22,17 +21,14 @@ OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.TRANSFER, 
 """Where other workers may bring something."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class Judged(NamedTuple):
     """What the loops over one loader show."""
 
     account: Account
     bottleneck: Finding
     causes: tuple[NamedCause, ...]
-    advice: tuple[Finding, ...]
-    """What else to do: the command that tries other settings, where it could pay, then the best first."""
-    samples_per_s: float | None
-    """None where too little was seen."""
+    advice: tuple[Finding, ...]  # the command that tries other settings, where it could pay, then the best first
+    samples_per_s: float | None  # None where too little was seen
 
 
 def judge_loops(figures: LoopFigures, where: str, job: Job) -> Judged:

@@ -163,7 +163,10 @@ class Advice(Table):
     KEEP_ITERATOR = "Call iter(loader) once per epoch: next(iter(loader)) starts a new epoch for every batch."
     BATCHED_FETCH = "Load a whole batch at once with __getitems__(indices): a sample takes only {sample:seconds}."
     FORKSERVER = 'Use multiprocessing_context="forkserver", with `if __name__ == "__main__":` in the script.'
-    FORKSERVER_BY_AUTOLOADER = 'Use AutoLoader or `run` with multiprocessing_context="forkserver", and `if __name__ == "__main__":` in the script.'
+    FORKSERVER_BY_AUTOLOADER = (
+        'Use AutoLoader or `run` with multiprocessing_context="forkserver": DataLoader would import and unpickle in each '
+        'worker. The script needs `if __name__ == "__main__":`.'
+    )
     RUN = "`{command}` tries other settings."
     RUN_WITH_WORKERS = "`{command}` tries worker processes (safe if your dataset works with num_workers>0)."
 

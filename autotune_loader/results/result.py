@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -42,6 +42,8 @@ else:
 _Loader = TypeVar("_Loader")
 Status = Literal["complete", "undecided", "partial", "fallback"]
 FoundBy = Literal["tune", "autoloader", "watch"]
+NOT_IN_TRIALS = ("traces", "stages", "samples", "window_s", "read_bytes", "retryable")
+"""Fields of measurements and failures that are not in `loader.json`: single batches, and what only the search needs."""
 NOT_IN_FILE = ("best", "study", "parts")
 """Fields that are not in `loader.json`, or not under their name: `best` is `dataloader_kwargs` and `extras`."""
 ORDER = ("shuffle", "sampler", "batch_sampler")
@@ -237,12 +239,7 @@ class TuningResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The plain JSON values of `loader.json`. Below the first level, default values are left out."""
-        told = replace(
-            self,
-            trials=tuple(map(_told, self.trials)),
-            tuned_at=self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
-        kept = {each.name: _sparse(getattr(told, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
+        kept = {each.name: _sparse(getattr(self, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
         extras = {name: getattr(self.best, name) for name in ("device_prefetch", "batch_size")}
         plain: dict[str, Any] = to_plain(
             {
@@ -251,6 +248,7 @@ class TuningResult:
                 "dataloader_kwargs": self.best.to_kwargs(),
                 "extras": {name: value for name, value in extras.items() if value},
                 **kept,
+                "tuned_at": self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "created_by": f"autotune_loader {__version__}",
             }
         )
@@ -373,21 +371,12 @@ class TuningResult:
         return f"<{type(self).__name__} {self.status}: {self.best}>"
 
 
-def _told(trial: Trial) -> Trial:
-    """A trial as the file has it: without single batches, and without what only the search needs."""
-    if trial.failure is not None:
-        return replace(trial, failure=replace(trial.failure, retryable=False))
-    assert trial.measurement is not None
-    measurement = replace(trial.measurement, traces=(), stages=None, samples=0, window_s=0.0, read_bytes=None)
-    return replace(trial, measurement=measurement)
-
-
 def _sparse(value: Any) -> Any:
     """A record without default values; a configuration keeps its number of workers."""
     if isinstance(value, (list, tuple)):
         return [_sparse(each) for each in value]
     if not is_dataclass(value):
         return value
-    values = {each.name: getattr(value, each.name) for each in fields(value)}
-    defaults = {each.name: each.default for each in fields(value)}
-    return {name: _sparse(own) for name, own in values.items() if own != defaults[name] or name == "num_workers"}
+    told = [(each.name, getattr(value, each.name), each.default) for each in fields(value)]
+    kept = [(name, own) for name, own, default in told if own != default or name == "num_workers"]
+    return {name: _sparse(own) for name, own in kept if name not in NOT_IN_TRIALS}
