@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values import (
-    BURSTS_DIFFER,
-    FailureKind,
-    Interval,
-    LoaderConfig,
-    Measurement,
-    RateUnit,
-    StageTime,
-    Trial,
-)
+from autotune_loader.values import BURSTS_DIFFER, Interval, LoaderConfig, Measurement, RateUnit, StageTime, Trial
 
 if TYPE_CHECKING:
     from autotune_loader.pipeline.forking import ParentProcess
@@ -28,7 +19,7 @@ NEGLIGIBLE = 0.05
 """Clocks and trials show no less: a loop that waits for a smaller share does not wait, and closer rates are the same."""
 ALIKE = ["wait_share", "batch_size", "batch_bytes", "step_s", "pin_s", "copy_s", "cpu_share", "foreign_cpu_share"]
 """Fields that evidence and measurements have under one name."""
-MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
+MEMORY_FAILURES = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
 """Failures that more memory, shared or not, would have prevented."""
 
 

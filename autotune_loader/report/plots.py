@@ -15,14 +15,7 @@ from autotune_loader.report.perfetto import processes_of
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.report.text import tail_of
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import (
-    MAIN_PROCESS,
-    BatchTrace,
-    MissingExtraError,
-    StageTime,
-    Trial,
-    spans_of,
-)
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, MissingExtraError, StageTime, Trial, spans_of
 from autotune_loader.values.units import counted, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:

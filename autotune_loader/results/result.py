@@ -14,18 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, find_file, read_json
-from autotune_loader.values import (
-    Interval,
-    LoaderConfig,
-    Measurement,
-    RateUnit,
-    StageTime,
-    Trial,
-    averaged,
-    from_plain,
-    to_plain,
-    write_json,
-)
+from autotune_loader.values import Interval, LoaderConfig, Measurement, RateUnit, StageTime, Trial, averaged
+from autotune_loader.values.serialization import from_plain, to_plain, write_json
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
