@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, NEGLIGIBLE, Evidence
 from autotune_loader.diagnosis.messages import Advice, Bottleneck, Caution, Fact, Source
 from autotune_loader.results.result import Finding, TuningResult
-from autotune_loader.values import BURSTS_DIFFER, OTHER_THREADS, TRANSFER, LoaderConfig, Measurement
+from autotune_loader.values import BURSTS_DIFFER, LoaderConfig, Measurement
+from autotune_loader.values.trace import OTHER_THREADS, TRANSFER
 
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Machine

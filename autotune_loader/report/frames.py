@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import Interval, MissingExtraError, Trial, fields_of
+from autotune_loader.values import Interval, MissingExtraError, Trial
+from autotune_loader.values.serialization import fields_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,7 +13,9 @@ from itertools import accumulate, groupby
 from math import isfinite
 from typing import Any
 
-from autotune_loader.values import MAIN_PROCESS, PINNING_THREAD, BatchTrace, LoaderTrace, replacing, spans_of
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderTrace, spans_of
+from autotune_loader.values.serialization import replacing
+from autotune_loader.values.trace import PINNING_THREAD
 
 IDS = 1000
 """From the id of a process to the next: more than any has threads, as an id of a thread stands once in a file."""

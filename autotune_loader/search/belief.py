@@ -26,16 +26,8 @@ from autotune_loader.search.queue import Floats
 from autotune_loader.search.rule import deepest_prefetch
 from autotune_loader.search.space import UNMODELLED, WORKER_BASE_BYTES, Context, Space, memory_bytes
 from autotune_loader.search.twin import Solved, Twin
-from autotune_loader.values import (
-    TORCH_PREFETCH_FACTOR,
-    Z_95,
-    FailureKind,
-    Interval,
-    LoaderConfig,
-    Round,
-    Trial,
-    log_ratios,
-)
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, FailureKind, Interval, LoaderConfig, Round, Trial, log_ratios
+from autotune_loader.values.statistics import Z_95
 from autotune_loader.values.units import bytes_text
 
 MODEL_SD = 0.055  # relative error that the twin's shape may have between distant configurations

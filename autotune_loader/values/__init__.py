@@ -40,40 +40,6 @@ from autotune_loader.values.measurement import (
     averaged,
 )
 from autotune_loader.values.sampled import LoaderTrace, Sampled
-from autotune_loader.values.serialization import (
-    fields_of,
-    from_plain,
-    replacing,
-    require_writable,
-    to_plain,
-    what_works,
-    write_json,
-)
-from autotune_loader.values.statistics import (
-    BURSTS_DIFFER,
-    TYPICAL_NOISE,
-    WORTH_CLAIMING,
-    Z_95,
-    Effects,
-    Interval,
-    Round,
-    correlated_mean_interval,
-    log_ratios,
-    mean_interval,
-    student_t_quantile,
-)
-from autotune_loader.values.trace import (
-    MAIN_PROCESS,
-    OTHER_THREADS,
-    PINNING_THREAD,
-    TRANSFER,
-    BatchTrace,
-    Seen,
-    Span,
-    StageSamples,
-    StageTime,
-    after_first_of_each,
-    pooled,
-    spans_of,
-    stage_times,
-)
+from autotune_loader.values.serialization import require_writable, write_json
+from autotune_loader.values.statistics import BURSTS_DIFFER, WORTH_CLAIMING, Effects, Interval, Round, log_ratios
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, StageTime, after_first_of_each, spans_of

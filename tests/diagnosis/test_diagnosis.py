@@ -12,13 +12,12 @@ from autotune_loader.diagnosis import (
     Answer,
     Caution,
     Evidence,
-    Source,
     diagnose,
     judged,
 )
 from autotune_loader.diagnosis.evidence import ready_s
 from autotune_loader.diagnosis.judge import changes_in_training, source_of
-from autotune_loader.diagnosis.messages import answer
+from autotune_loader.diagnosis.messages import Source, answer
 from autotune_loader.pipeline.forking import ParentProcess
 from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, Interval, LoaderConfig, units
 

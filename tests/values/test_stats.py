@@ -8,10 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autotune_loader.values import (
-    Effects,
-    Interval,
-    Round,
+from autotune_loader.values import Effects, Interval, Round
+from autotune_loader.values.statistics import (
     correlated_mean_interval,
     mean_interval,
     student_t_quantile,
