@@ -106,7 +106,9 @@ class Cause(Table):
     )
     WORKER_IMPORTS = "Each worker of {where} imports or unpickles for {each:seconds}: training waits {seconds:seconds}."
     WORKER_INIT = "Each worker of {where} runs worker_init_fn for {each:seconds}: training waits {seconds:seconds}."
-    COPIED_PAGES = "A worker of {where} has copied {size:bytes} of shared memory: reading objects writes to pages."
+    COPIED_PAGES = (
+        "A worker of {where} has copied {size:bytes} of shared memory: reading objects writes to their pages."
+    )
     PINNING = "Training waits {seconds:seconds} for batches of {where} to be pinned, {each:seconds} per batch."
     MANY_TENSORS = "Training waits {seconds:seconds} for the transfer of batches of {where}, {tensors} tensors each."
     GARBAGE_COLLECTION = "Garbage collections take {share:share} of the time of {process} of {where}."
@@ -123,7 +125,7 @@ class Cause(Table):
     )
     CORES = "Training waits {seconds:seconds} while workers of {where}, or its own process, are ready to run and have no core."
     STORAGE = "Training waits {seconds:seconds} while batches of {where} wait for storage, the network or a lock."
-    DEVICE_IN_WORKER = "{count} of {started:# worker} of {where} initialized an accelerator, and take its memory."
+    DEVICE_IN_WORKER = "{count} of {started:# worker} of {where} initialized an accelerator: each takes memory of it."
     TRAINING_MEMORY = "{where} forks a process of {memory:bytes}: each fork copies page tables and written pages."
 
 

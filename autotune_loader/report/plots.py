@@ -87,7 +87,7 @@ def _workers(result: TuningResult, rows: tuple[Standing, ...], axes: Axes) -> No
     for source, fill, label in (("rounds", BLUE, "A/B rounds, 95% CI"), ("search", "white", "single trial")):
         of_source = [row for row in rated if row.source == source]
         _draw_rates(axes, of_source, fmt="o", color=BLUE, markerfacecolor=fill, label=label)
-    own, best = [row for row in rated if row.is_baseline], [row for row in rated if row.is_best]
+    own, best = ([row for row in rated if row.config == each] for each in (result.baseline, result.best))
     _draw_rates(axes, own, fmt="s", color=BLACK, markersize=8, zorder=5, label="before tuning")
     label = "chosen" if result.status == "complete" else "so far"
     _draw_rates(axes, best, fmt="*", color=VERMILLION, markersize=15, zorder=5, label=label)

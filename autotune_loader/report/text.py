@@ -109,7 +109,7 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     rows = ranking(result)
     if not rows:
         return "No configuration was tried."
-    shown = _shown(rows)
+    shown = _shown(rows, result)
     has_rounds = any(row.source == "rounds" for row in shown)
     options = {tuple(row.config.words()) for row in shown if row.config.num_workers}
     left_out = [*(["options"] if len(options) < 2 else []), *([] if has_rounds else ["rounds", "95% CI"])]
@@ -118,7 +118,11 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     lines = [table_text(kept, wraps="options" if len(options) > 1 else "", width=width)]
     if len(shown) < len(rows):
         lines.append(f"{units.counted(len(rows) - len(shown), 'more configuration')} in result.to_dataframe()")
-    legend = [*([EQUAL] if any(row.is_as_fast for row in shown) else []), *([ROUNDS] if has_rounds else []), WAIT]
+    legend = [
+        *([EQUAL] if any(row.config in result.as_fast for row in shown) else []),
+        *([ROUNDS] if has_rounds else []),
+        WAIT,
+    ]
     # Each reason once, with the first configuration that failed for it.
     failed: dict[str, str] = {}
     for row in shown:
@@ -129,22 +133,22 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     return "\n".join([*lines, "", *(wrapped(line, width) for line in (*legend, *why))])
 
 
-def _shown(rows: Sequence[Standing]) -> list[Standing]:
+def _shown(rows: Sequence[Standing], result: TuningResult) -> list[Standing]:
     """The fastest, and always the chosen one, the baseline and some of the failed."""
     worked = [row for row in rows if row.rate]
     failed = [row for row in rows if not row.rate][: MAX_ROWS // 2]
     kept = worked[: MAX_ROWS - len(failed)]
-    return [*kept, *(row for row in worked if row not in kept and (row.is_best or row.is_baseline)), *failed]
+    return [*kept, *(row for row in worked[len(kept) :] if row.config in (result.best, result.baseline)), *failed]
 
 
 def _cells(row: Standing, result: TuningResult) -> dict[str, str]:
-    marks = {
-        "kept" if row.is_best and result.status != "partial" else "before": row.is_baseline,
-        "chosen" if result.status == "complete" else "so far": row.is_best,
-        "failed": row.rate is None,
-        "equal": row.is_as_fast,
-    }
     measured, config = row.measurement, row.config
+    marks = {
+        "kept" if config == result.best and result.status != "partial" else "before": config == result.baseline,
+        "chosen" if result.status == "complete" else "so far": config == result.best,
+        "failed": row.rate is None,
+        "equal": config in result.as_fast,
+    }
     return {
         "": next((mark for mark, applies in marks.items() if applies), ""),
         "workers": str(config.num_workers),

@@ -81,7 +81,7 @@ class Comparison:
 
     @property
     def ratios(self) -> dict[str, Interval]:
-        """How many times as fast each side is as the first, from A/B rounds, without sides that failed."""
+        """Rate of each side over that of the first, from A/B rounds, without sides that failed."""
         return ratios_of(self.rounds, list(self.rates), len(self.sides))
 
     def report(self) -> str:
