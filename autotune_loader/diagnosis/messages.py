@@ -101,9 +101,7 @@ class Fact(Table):
 class Cause(Table):
     """Why a loader costs time or memory; `where` is the line of the script that makes it."""
 
-    WORKER_STARTS = (
-        "{where} starts {workers:# worker} in each of {epochs:# epoch}, which takes {seconds:seconds} in all."
-    )
+    WORKER_STARTS = "{where} starts {workers:# worker} in each of {epochs:# epoch}: training waits {seconds:seconds}."
     WORKER_IMPORTS = "Each worker of {where} imports or unpickles for {each:seconds}: training waits {seconds:seconds}."
     WORKER_INIT = "Each worker of {where} runs worker_init_fn for {each:seconds}: training waits {seconds:seconds}."
     COPIED_PAGES = (
@@ -120,9 +118,7 @@ class Cause(Table):
         "Rank {rank} waits {its:seconds} for batches of {where}, rank {other} {others:seconds}: in their steps, the others "
         "wait for rank {rank}."
     )
-    IDLE_MEMORY = (
-        "{where} keeps {workers:# worker} with {size:bytes} of memory, and asks for no batch {share:share} of the time."
-    )
+    IDLE_MEMORY = "{where} keeps {workers:# worker} with {size:bytes} of memory, idle {share:share} of the time."
     CORES = "Training waits {seconds:seconds} while workers of {where}, or its own process, are ready to run and have no core."
     STORAGE = "Training waits {seconds:seconds} while batches of {where} wait for storage, the network or a lock."
     DEVICE_IN_WORKER = "{count} of {started:# worker} of {where} initialized an accelerator: each takes memory of it."

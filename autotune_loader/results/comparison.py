@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 from autotune_loader.results.result import Finding
@@ -97,8 +98,6 @@ class Comparison:
         return sides_frame(self)
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         return f"<pre>{escape(self.report())}</pre>"
 
     def __str__(self) -> str:
