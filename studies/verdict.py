@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from autotune_loader.values import Interval, mean_interval
+from autotune_loader.values import Interval
+from autotune_loader.values.statistics import mean_interval
 
 CONFIDENCE = 0.99
 """Of an interval: several rows are judged at once, and a wrong alarm costs a person's hour."""

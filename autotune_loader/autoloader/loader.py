@@ -18,7 +18,6 @@ from autotune_loader.autoloader.torchs import LoaderOf
 from autotune_loader.autoloader.tuner import Frozen
 from autotune_loader.autoloader.worker import require_items
 from autotune_loader.diagnosis import Finding
-from autotune_loader.diagnosis.units import counted
 from autotune_loader.lines import users_line
 from autotune_loader.machine.limits import require_linux
 from autotune_loader.pipeline.build import batching_of
@@ -26,6 +25,7 @@ from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.results.file import fitted_settings
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import WITHOUT_WORKERS, LoaderConfig, require_bool, require_int
+from autotune_loader.values.units import counted
 
 require_linux("AutoLoader")
 

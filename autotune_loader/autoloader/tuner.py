@@ -20,15 +20,7 @@ import sys
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
-from autotune_loader.autoloader.meter import (
-    BLOCK_BATCHES,
-    BLOCK_S,
-    LEAST_FALL,
-    TOLERANCE,
-    Measure,
-    Meter,
-    Reached,
-)
+from autotune_loader.autoloader.meter import BLOCK_BATCHES, BLOCK_S, LEAST_FALL, TOLERANCE, Measure, Meter, Reached
 from autotune_loader.autoloader.outlook import Outlook, counts
 from autotune_loader.pipeline.loop_log import Log
 from autotune_loader.results.result import Finding

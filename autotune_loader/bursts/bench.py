@@ -21,14 +21,7 @@ from torch.utils.data import SequentialSampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from autotune_loader.bursts.device import Timeline
-from autotune_loader.bursts.failures import (
-    ENDS_TRAINING,
-    Raised,
-    checked,
-    failure_of,
-    has_lost_device,
-    user_traceback,
-)
+from autotune_loader.bursts.failures import ENDS_TRAINING, Raised, checked, failure_of, has_lost_device, user_traceback
 from autotune_loader.bursts.files import STEP_WRITES, confine, refused_path
 from autotune_loader.bursts.loop import Cached, LoopRun, OpenLoader
 from autotune_loader.bursts.packing import read_archive, write_archive

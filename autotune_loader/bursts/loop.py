@@ -40,16 +40,8 @@ from autotune_loader.pipeline.batches import BatchShape, fresh, prefetched
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.throughput import is_enough, summarise
 from autotune_loader.pipeline.tracing import Handed, Stamp, forget_open_batch
-from autotune_loader.values import (
-    MAIN_PROCESS,
-    BatchTrace,
-    Failure,
-    FailurePhase,
-    Measurement,
-    MemoryUse,
-    StageSamples,
-    pooled,
-)
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, Failure, FailurePhase, Measurement, MemoryUse
+from autotune_loader.values.trace import StageSamples, pooled
 
 NEWS_OF_DEATH_S = 0.3
 """A worker that dies while it sends a batch is first seen as a broken connection; its exit code is known within this."""

@@ -33,6 +33,7 @@ import torch
 from autotune_loader.machine.kernel import memfd
 from autotune_loader.pipeline.by_value import put_classes_into_modules
 from autotune_loader.pipeline.workload import DataSide, Workload, is_users
+from autotune_loader.values.units import bytes_text
 
 SMALLEST_BUFFER, ALIGNMENT = 256, 64
 """A smaller buffer stays in the pickle: its place in the table would cost as much. Torch aligns its own memory so."""
@@ -364,4 +365,4 @@ class _Limited:
     def check(self, size: int) -> None:
         """Refuse what would not fit, before it is copied."""
         if self._total + size > self._max_bytes:
-            raise TooLargeError(f"larger than {self._max_bytes / 2**20:,.0f} MiB")
+            raise TooLargeError(f"larger than {bytes_text(self._max_bytes)}")

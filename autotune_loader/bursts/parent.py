@@ -41,6 +41,7 @@ from autotune_loader.machine.processes import memory_guarded
 from autotune_loader.pipeline.batches import accelerator
 from autotune_loader.pipeline.workload import Workload
 from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, MemoryUse, WorkloadError
+from autotune_loader.values.units import bytes_text
 
 START_DEADLINE_S, FORK_DEADLINE_S = 120.0, 15.0
 """Torch may come from a network file system, and a model may be compiled; a fork that hangs on a lock of the caller's does so
@@ -82,7 +83,7 @@ THREADS = (
     "a trial in a fork of this process failed ({message}). Threads of this process ({names}) do not run in a fork, and a step "
     "that hands rows to one, as to a logger, waits forever: leave saving and logging out of the step"
 )
-OVER_BUDGET = f"{{config}} took more than 90% of the memory budget of {{mib:.0f}} MiB and was stopped; {MEMORY_ADVICE}"
+OVER_BUDGET = f"{{config}} took more than 90% of the memory budget of {{budget}} and was stopped; {MEMORY_ADVICE}"
 NO_ROOM = (
     "a second copy of the model on {device} takes at least {needed:.1f} GB, and {free:.1f} GB are free: move it to the CPU "
     "until the training begins, or tune the loader against a step of 0.05 s with train_step=0.05"
@@ -265,7 +266,7 @@ class ProcessProbe:
         with memory_guarded(child.pid, budget_bytes, on_memory_limit):
             message = child.ask(replace(request, usable_cores=self._usable_cores), request.plan.deadline_s + anew_s)
         if over_budget.is_set():  # also where the burst was over by then: the next one needs a new process
-            over = OVER_BUDGET.format(config=request.config, mib=(budget_bytes or 0) / 2**20)
+            over = OVER_BUDGET.format(config=request.config, budget=bytes_text(budget_bytes))
             message = Message(failure=Failure(kind="memory_guard", phase="batches", message=over))
         failure = message.failure
         if over_budget.is_set() or child.is_lost or (failure is not None and needs_new_process(failure)):

@@ -10,16 +10,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
-from autotune_loader.values import (
-    BurstPlan,
-    Failure,
-    FailurePhase,
-    LoaderConfig,
-    Measurement,
-    RateUnit,
-    fields_of,
-    from_plain,
-)
+from autotune_loader.values import BurstPlan, Failure, FailurePhase, LoaderConfig, Measurement, RateUnit
+from autotune_loader.values.serialization import fields_of, from_plain
 
 T = TypeVar("T")
 

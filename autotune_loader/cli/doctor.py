@@ -52,8 +52,8 @@ def examination(machine: Any) -> str:
 
 def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
     """Name and text of each line, and what to do where its limit is low."""
-    from autotune_loader.diagnosis.units import bytes_text
     from autotune_loader.machine import facts
+    from autotune_loader.values.units import bytes_text
 
     cores, memory, shm, files = machine.cores, machine.memory_budget_bytes, machine.shm, machine.open_files
     yield "versions", _versions(), None
@@ -78,7 +78,7 @@ def _checks(machine: Any) -> Iterator[tuple[str, str, str | None]]:
 
 def _gpus() -> str:
     """The devices that torch can use, and how busy they are now."""
-    from autotune_loader.diagnosis.units import bytes_text
+    from autotune_loader.values.units import bytes_text
 
     told = list[str]()
     try:

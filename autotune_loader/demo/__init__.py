@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune_loader.values import MissingExtraError
+from autotune_loader.values.units import rate_text
 
 PICTURES, SIDE = 1200, 64
 BEFORE, AFTER = 400, 6000
@@ -131,11 +132,11 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
                 rates.append(json.loads(Path(folder, "report.json").read_text())["loaders"][0]["samples_per_s"])
         settings = json.loads(Path(folder, "loader.json").read_text())["dataloader_kwargs"]
         slow, fast = rates
-        told = f"With loader.json: {fast:,.0f} samples/s, {fast / slow:.1f}x as fast"
+        told = f"With loader.json: {rate_text(fast)}, {fast / slow:.1f}x as fast"
         if not settings["num_workers"]:
-            told = f"With loader.json, which has the same settings: {fast:,.0f} samples/s. Nothing to gain here"
+            told = f"With loader.json, which has the same settings: {rate_text(fast)}. Nothing to gain here"
         print(
-            f"\nBefore: {slow:,.0f} samples/s. {told} (one run each, with the starts of workers and of short epochs).\n"
+            f"\nBefore: {rate_text(slow)}. {told} (one run each, with the starts of workers and of short epochs).\n"
             f"loader.json: {settings}\n"
             "Your own script: autotune-loader watch train.py"
         )

@@ -1,6 +1,5 @@
 """What figures of a run mean: what limits it, and what to do. Pure: records go in, findings come out.
 
-units.py     numbers for people
 messages.py  every sentence that can be said
 evidence.py  what was measured of a loader in its loop
 account.py   where each second of its loops went
@@ -14,15 +13,5 @@ from autotune_loader.diagnosis.causes import Job, NamedCause, slow_rank
 from autotune_loader.diagnosis.evidence import Evidence
 from autotune_loader.diagnosis.judge import diagnose, judged
 from autotune_loader.diagnosis.loops import judge_loops
-from autotune_loader.diagnosis.messages import (
-    Advice,
-    Answer,
-    Bottleneck,
-    Cause,
-    Caution,
-    Ended,
-    Kept,
-    Source,
-    Undecided,
-)
+from autotune_loader.diagnosis.messages import Advice, Answer, Bottleneck, Cause, Caution, Ended, Kept, Undecided
 from autotune_loader.results.result import Finding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from autotune_loader.pipeline.loop_log import Totals
@@ -14,17 +14,13 @@ RARE = 0.2
 """Where more than this share of the batches takes long, that is what batches of this loader take."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetching:
+class Fetching(NamedTuple):
     """What making a batch takes, on average, in seconds; None is "not measured"."""
 
-    seconds: float | None = None
-    """From its first sample until it is whole, waiting for a core included."""
+    seconds: float | None = None  # from its first sample until it is whole, waiting for a core included
     cpu_s: float = 0.0
-    queued_s: float = 0.0
-    """Of that, waiting for a core."""
-    receive_queued_s: float = 0.0
-    """What the loop waits for a core while it receives a batch."""
+    queued_s: float = 0.0  # of that, waiting for a core
+    receive_queued_s: float = 0.0  # what the loop waits for a core while it receives a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

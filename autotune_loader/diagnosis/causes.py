@@ -30,8 +30,6 @@ READY_S = 0.2
 """A worker that is not ready after so long imports or unpickles."""
 COPIED_BYTES, COPIED_SHARE = 64 << 20, 0.1
 """A worker that has copied so much, and this share of what it shared, goes on copying."""
-GARBAGE = "garbage_collection"
-"""The kind of two rows: collections in workers and in the loop."""
 IDLE_BYTES, IDLE_SHARE = 256 << 20, 0.5
 """Memory of idle workers, and the share of their lives that they are idle."""
 
@@ -87,8 +85,7 @@ class Case(NamedTuple):
     def named(self, row: Cause, advice: Finding, seconds: float | None = None, **figures: Any) -> NamedCause:
         """A cause, with its figures."""
         sentence = row(where=self.where, workers=self.workers, seconds=seconds, **figures)
-        kind = GARBAGE if row in (Cause.GARBAGE_IN_WORKERS, Cause.GARBAGE_IN_LOOP) else row.kind
-        return NamedCause(kind=kind, sentence=str(sentence), seconds=seconds, advice=str(advice))
+        return NamedCause(kind=row.kind, sentence=str(sentence), seconds=seconds, advice=str(advice))
 
     def tuned_or(self, tuned: Advice, otherwise: Advice) -> Finding:
         """The advice that names the command, or another one where that runs already."""
@@ -100,7 +97,7 @@ def causes(figures: LoopFigures, account: Account, where: str, job: Job) -> tupl
     """The causes that hold for a loader, the one that takes most time first, those that take memory last."""
     case = Case(figures, account, where, job)
     found = [each for rule in (_starts, _garbage, _waits, _resources, _memory) for each in rule(case)]
-    if any(each.kind == GARBAGE for each in found):  # it writes to each object that it looks at
+    if any(each.kind == Cause.GARBAGE_COLLECTION.kind for each in found):  # it writes to each object that it looks at
         found = [each for each in found if each.kind != Cause.COPIED_PAGES.kind]
     return tuple(sorted(found, key=lambda each: -(each.seconds or 0.0)))
 
@@ -108,9 +105,7 @@ def causes(figures: LoopFigures, account: Account, where: str, job: Job) -> tupl
 def _starts(case: Case) -> Iterator[NamedCause]:
     epochs, seen = case.figures.log.totals.epochs, case.figures.of_workers
     waits, is_forked = case.figures.log.waits, case.figures.log.parent is not None
-    fetches_s = (
-        epochs * waits.fetched_s / waits.batches if waits.batches else 0.0
-    )  # of first batches, also of kept workers
+    fetches_s = epochs * waits.fetched_s / max(1, waits.batches)  # of first batches, also of kept workers
     seconds = case.account.starting_workers + max(0.0, case.account.first_batches - fetches_s)
     each_s, may_be_kept = seen.ready_s / max(1, seen.started), epochs > 1 and not case.figures.own.persistent_workers
     if not case.workers or seconds < case.least_s():
@@ -118,9 +113,9 @@ def _starts(case: Case) -> Iterator[NamedCause]:
     if 2 * seen.ready_s >= seconds and each_s >= READY_S:  # they may start one after the other
         row = Cause.WORKER_INIT if is_forked else Cause.WORKER_IMPORTS
         if not is_forked and not case.job.is_tuned:
-            yield case.named(row, Advice.START_ONCE(command=case.job.to_tune), seconds, each=each_s, epochs=epochs)
+            yield case.named(row, Advice.START_ONCE(command=case.job.to_tune), seconds, each=each_s)
         elif may_be_kept:
-            yield case.named(row, Advice.KEEP_WORKERS(), seconds, each=each_s, epochs=epochs)
+            yield case.named(row, Advice.KEEP_WORKERS(), seconds, each=each_s)
     elif may_be_kept:
         yield case.named(Cause.WORKER_STARTS, Advice.KEEP_WORKERS(), seconds, epochs=epochs)
 
@@ -128,14 +123,13 @@ def _starts(case: Case) -> Iterator[NamedCause]:
 def _garbage(case: Case) -> Iterator[NamedCause]:
     totals, account = case.figures.log.totals, case.account
     share = case.figures.of_workers.garbage_s / (case.workers * totals.active_s) if case.workers else 0.0
-    sent_s = account.transfer  # by a thread of the worker
-    in_workers_s = share * (account.computing + account.core + sent_s)
+    in_workers_s = share * (account.computing + account.core + account.transfer)  # a thread of the worker transfers
     in_loop_s = totals.step_garbage_s + (0.0 if case.workers else totals.wait_garbage_s)
+    row, advice = Cause.GARBAGE_COLLECTION, Advice.FREEZE()
     if in_workers_s >= case.least_s():
-        yield case.named(Cause.GARBAGE_IN_WORKERS, Advice.FREEZE(), in_workers_s, share=share)
+        yield case.named(row, advice, in_workers_s, share=share, process="each worker")
     elif in_loop_s >= case.least_s():
-        share = in_loop_s / totals.active_s
-        yield case.named(Cause.GARBAGE_IN_LOOP, Advice.FREEZE(), in_loop_s, share=share)
+        yield case.named(row, advice, in_loop_s, share=in_loop_s / totals.active_s, process="the training loop")
 
 
 def _waits(case: Case) -> Iterator[NamedCause]:

@@ -8,16 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.values import (
-    BURSTS_DIFFER,
-    FailureKind,
-    Interval,
-    LoaderConfig,
-    Measurement,
-    RateUnit,
-    StageTime,
-    Trial,
-)
+from autotune_loader.values import BURSTS_DIFFER, Interval, LoaderConfig, Measurement, RateUnit, StageTime, Trial
 
 if TYPE_CHECKING:
     from autotune_loader.pipeline.forking import ParentProcess
@@ -26,7 +17,9 @@ FOREIGN_CPU_LIMIT = 0.25
 """A trial or round with a larger foreign CPU share was disturbed: on 4 cores that is one whole core that a worker wanted."""
 NEGLIGIBLE = 0.05
 """Clocks and trials show no less: a loop that waits for a smaller share does not wait, and closer rates are the same."""
-MEMORY_FAILURES: tuple[FailureKind, ...] = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
+ALIKE = ["wait_share", "batch_size", "batch_bytes", "step_s", "pin_s", "copy_s", "cpu_share", "foreign_cpu_share"]
+"""Fields that evidence and measurements have under one name."""
+MEMORY_FAILURES = ("memory_guard", "oom_killed", "out_of_memory", "shared_memory")
 """Failures that more memory, shared or not, would have prevented."""
 
 
@@ -88,20 +81,9 @@ class Evidence:
         cls, measured: Measurement, *, config: LoaderConfig, cores: float, epoch_batches: int | None = None, **more: Any
     ) -> Evidence:
         """The evidence of a burst; `more` are other fields, and win over it."""
-        known: dict[str, Any] = {
-            "samples_per_s": measured.samples_per_s.value,
-            "wait_share": measured.wait_share,
-            "batch_size": measured.batch_size,
-            "batch_bytes": measured.batch_bytes,
-            "step_s": measured.step_s,
-            "fetch_s": measured.service_s,
-            "fetch_cpu_s": measured.service_cpu_s,
-            "receive_s": ready_s(measured),
-            "pin_s": measured.pin_s,
-            "copy_s": measured.copy_s,
-            "cpu_share": measured.cpu_share,
-            "foreign_cpu_share": measured.foreign_cpu_share,
-        }
+        known: dict[str, Any] = {name: getattr(measured, name) for name in ALIKE}
+        known |= {"samples_per_s": measured.samples_per_s.value, "receive_s": ready_s(measured)}
+        known |= {"fetch_s": measured.service_s, "fetch_cpu_s": measured.service_cpu_s}
         first_batch_s = measured.first_batch_s
         if epoch_batches and config.num_workers and not config.persistent_workers and first_batch_s is not None:
             starting_s = max(0.0, first_batch_s - measured.service_s)
@@ -120,10 +102,9 @@ class Evidence:
         return self.batch_size / self.samples_per_s
 
     @property
-    def lost_s(self) -> float:
-        """Seconds of a batch beyond its step alone, or beyond its step in the loop where there is no ceiling."""
-        alone_s = (self.step_s or 0.0) if self.ceiling is None else self.batch_size / self.ceiling.value
-        return self.period_s - alone_s
+    def alone_s(self) -> float:
+        """Seconds of a batch's step alone; of its step in the loop where there is no ceiling."""
+        return (self.step_s or 0.0) if self.ceiling is None else self.batch_size / self.ceiling.value
 
     @property
     def headroom(self) -> float | None:
@@ -145,14 +126,6 @@ class Evidence:
         if self.ceiling is None or self.transfer_ceiling is None:
             return None
         return self.transfer_ceiling if self.transfer_ceiling.value < (1 - BURSTS_DIFFER) * self.ceiling.value else None
-
-    @property
-    def copies_rather(self) -> bool:
-        """Whether the copy to the device makes most of what a batch takes that lies ready in workers beyond the step."""
-        if self.handed_over is None or self.ceiling is None:
-            return False
-        beyond_s = self.batch_size / self.handed_over.value - self.batch_size / self.ceiling.value
-        return (self.copy_s or 0.0) > beyond_s / 2
 
     def reaches(self, ceiling: Interval | None) -> bool:
         """Whether the loop is as fast as that; not where it is not known."""

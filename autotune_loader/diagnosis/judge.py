@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 from autotune_loader.diagnosis.evidence import FOREIGN_CPU_LIMIT, NEGLIGIBLE, Evidence
 from autotune_loader.diagnosis.messages import Advice, Bottleneck, Caution, Fact, Source
 from autotune_loader.results.result import Finding, TuningResult
-from autotune_loader.values import BURSTS_DIFFER, OTHER_THREADS, TRANSFER, LoaderConfig, Measurement
+from autotune_loader.values import BURSTS_DIFFER, LoaderConfig, Measurement
+from autotune_loader.values.trace import OTHER_THREADS, TRANSFER
 
 if TYPE_CHECKING:
     from autotune_loader.machine.facts import Machine
@@ -86,19 +87,16 @@ def judged(
     transfer = result.transfer_ceiling
     if transfer is not None and rate.value > (1 + BURSTS_DIFFER) * transfer.value:
         transfer = None
+    alike = {name: getattr(result, name) for name in ("rate_unit", "wait_share", "ceiling", "stages", "trials")}
     evidence = Evidence.of(
         measurement,
         config=result.best,
         cores=machine.usable_cores,
         epoch_batches=epoch_batches,
         samples_per_s=rate.value,
-        rate_unit=result.rate_unit,
-        wait_share=result.wait_share,
-        ceiling=result.ceiling,
         transfer_ceiling=transfer,
-        stages=result.stages,
-        trials=result.trials,
         parent=parent,
+        **alike,
         **known,
     )
     bottleneck, advice = diagnose(evidence)
@@ -127,7 +125,7 @@ def ceiling_doubt(evidence: Evidence) -> Finding | None:
 
 
 def _row(evidence: Evidence) -> Bottleneck:
-    wait, config = evidence.wait_share, evidence.config
+    wait, config, handed = evidence.wait_share, evidence.config, evidence.handed_over
     if evidence.batches is not None and evidence.batches < FEWEST_BATCHES:
         return Bottleneck.TOO_SHORT
     if wait is None:
@@ -138,10 +136,11 @@ def _row(evidence: Evidence) -> Bottleneck:
         return Bottleneck.START_UP
     if evidence.reaches(evidence.ceiling):
         return Bottleneck.STEP
-    if evidence.saved_s > max(COPY_SHARE * evidence.lost_s, LITTLE_GAIN * evidence.period_s):
+    if evidence.saved_s > max(COPY_SHARE * (evidence.period_s - evidence.alone_s), LITTLE_GAIN * evidence.period_s):
         return Bottleneck.COPY
-    if config.num_workers and evidence.reaches(evidence.handed_over):
-        return Bottleneck.COPY if evidence.copies_rather else Bottleneck.TRANSFER
+    if config.num_workers and handed is not None and evidence.reaches(handed):
+        beyond_s = evidence.batch_size / handed.value - evidence.alone_s
+        return Bottleneck.COPY if (evidence.copy_s or 0.0) > COPY_SHARE * beyond_s else Bottleneck.TRANSFER
     if wait < NEGLIGIBLE:
         return _never_waiting(evidence)
     if evidence.ran_out is not None:
@@ -205,9 +204,9 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
             yield Fact.WAITED(fetch=fetch.fetch_s, cpu=fetch.fetch_cpu_s)
             yield _stage_that_waits(evidence)
         case Bottleneck.CORES if evidence.waiting is not None:
-            yield Fact.FOR_A_CORE(share=evidence.waiting[1], cores=round(evidence.cores))
-        case Bottleneck.TRANSFER if ceiling is not None and handed is not None and evidence.reaches(handed):
-            yield Fact.HANDED_OVER(handed=evidence.batch_size / handed.value, alone=evidence.batch_size / ceiling.value)
+            yield Fact.FOR_A_CORE(share=evidence.waiting[1])
+        case Bottleneck.TRANSFER if handed is not None and evidence.reaches(handed):
+            yield Fact.HANDED_OVER(handed=evidence.batch_size / handed.value, alone=evidence.alone_s)
             yield None if evidence.pin_s is None else Fact.PINNING(pin=evidence.pin_s)
         case Bottleneck.TRANSFER:
             receiving = Fact.RECEIVING if evidence.batch_bytes else Fact.RECEIVING_ONE
@@ -237,17 +236,14 @@ def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:
 def _gain(evidence: Evidence) -> Iterator[Finding]:
     """What instant data would bring, and where a longer step is part of it."""
     gain, foreign = evidence.headroom or 0.0, evidence.foreign_share
-    alone_s = 0.0 if evidence.ceiling is None else evidence.batch_size / evidence.ceiling.value
-    if alone_s and (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > alone_s / MUCH_SLOWER:
-        is_disturbed = foreign > FOREIGN_CPU_LIMIT
-        yield Fact.BUSY(share=foreign) if is_disturbed else Fact.SHARED_CORES(step=evidence.step_s, alone=alone_s)
+    if (evidence.step_s or 0.0) - (evidence.copy_s or 0.0) > evidence.alone_s / MUCH_SLOWER:
+        shared = {"step": evidence.step_s, "alone": evidence.alone_s}
+        yield Fact.BUSY(share=foreign) if foreign > FOREIGN_CPU_LIMIT else Fact.SHARED_CORES(**shared)
     if gain >= LARGE_GAIN:
         yield Fact.MUCH()
     elif gain >= LITTLE_GAIN:
-        bound = (
-            Fact.AT_MOST if alone_s and evidence.on_accelerator else Fact.ABOUT
-        )  # steps may be shorter without a wait
-        yield bound(factor=1 + gain)
+        is_bound = evidence.ceiling is not None and evidence.on_accelerator  # else steps may be shorter without a wait
+        yield Fact.AT_MOST(factor=1 + gain) if is_bound else Fact.ABOUT(factor=1 + gain)
 
 
 def _stage_that_waits(evidence: Evidence) -> Finding | None:

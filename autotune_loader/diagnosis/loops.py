@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from autotune_loader.diagnosis.account import Account, Fetching, account_of
 from autotune_loader.diagnosis.causes import Job, NamedCause, causes
@@ -22,19 +21,14 @@ OTHER_SETTINGS_HELP = (Bottleneck.CPU, Bottleneck.STORAGE, Bottleneck.TRANSFER, 
 """Where other workers may bring something."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class Judged(NamedTuple):
     """What the loops over one loader show."""
 
     account: Account
     bottleneck: Finding
     causes: tuple[NamedCause, ...]
-    advice: tuple[Finding, ...]
-    """What else to do, the best first."""
-    samples_per_s: float | None
-    """None where too little was seen."""
-    to_try: tuple[Finding, ...]
-    """The command that tries other settings, where it could pay, for loaders that may have workers, and for others."""
+    advice: tuple[Finding, ...]  # the command that tries other settings, where it could pay, then the best first
+    samples_per_s: float | None  # None where too little was seen
 
 
 def judge_loops(figures: LoopFigures, where: str, job: Job) -> Judged:
@@ -48,9 +42,8 @@ def judge_loops(figures: LoopFigures, where: str, job: Job) -> Judged:
         account=account,
         bottleneck=bottleneck,
         causes=causes(figures, account, where, job),
-        advice=advice,
+        advice=(*_to_try(bottleneck, evidence, job), *advice),
         samples_per_s=evidence.samples_per_s if is_seen else None,
-        to_try=tuple(_to_try(bottleneck, evidence, job)),
     )
 
 
@@ -109,8 +102,6 @@ def _to_try(bottleneck: Finding, evidence: Evidence, job: Job) -> Iterator[Findi
     """The command that tries other settings, where it could pay."""
     is_limited = any(row.said_by(bottleneck) for row in OTHER_SETTINGS_HELP)
     has_core = evidence.cores > 1 or not Bottleneck.CPU.said_by(bottleneck)
-    if is_limited and has_core and (evidence.headroom or 0.0) >= WORTH_TRYING:
-        if not evidence.config.num_workers:
-            yield Advice.RUN_WITH_WORKERS(command=job.to_allow)
-        elif not job.is_tuned:
-            yield Advice.RUN(command=job.to_tune)
+    if not job.is_tuned and is_limited and has_core and (evidence.headroom or 0.0) >= WORTH_TRYING:
+        has_workers = evidence.config.num_workers > 0
+        yield Advice.RUN(command=job.to_tune) if has_workers else Advice.RUN_WITH_WORKERS(command=job.to_allow)

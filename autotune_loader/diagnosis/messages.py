@@ -5,14 +5,32 @@ A row is called with its figures: `Bottleneck.CPU()` is `Finding(kind="cpu", sen
 
 from __future__ import annotations
 
+import string
 from enum import Enum
 from typing import Any
 
-from autotune_loader.diagnosis.units import Units, is_claimed, is_slower
 from autotune_loader.results.result import Finding
-from autotune_loader.values import Interval
+from autotune_loader.values import WORTH_CLAIMING, Interval
+from autotune_loader.values.units import bytes_text, counted, factor_text, number_text, seconds_text, share_text
 
-_UNITS = Units()
+_TEXTS = {
+    "share": share_text,
+    "bytes": bytes_text,
+    "seconds": seconds_text,
+    "number": number_text,
+    "ratio": Interval.as_ratio,
+    "confidence": lambda ratio: f"95% CI {ratio.limits(factor_text)}, " if ratio.is_telling else "",
+}
+
+
+class _Units(string.Formatter):
+    """Fills in a template whose fields name their unit: "{wait:share} of the time", "{size:bytes}", "{rounds:# round}"."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if format_spec.startswith("# "):
+            return counted(int(value), format_spec[2:])
+        text_of: Any = _TEXTS.get(format_spec)
+        return str(super().format_field(value, format_spec) if text_of is None else text_of(value))
 
 
 class Table(Enum):
@@ -20,7 +38,7 @@ class Table(Enum):
 
     def __call__(self, **figures: Any) -> Finding:
         """What the row says of these figures."""
-        return Finding(kind=self.kind, sentence=_UNITS.format(self.value, **figures))
+        return Finding(kind=self.kind, sentence=_Units().format(self.value, **figures))
 
     @property
     def kind(self) -> str:
@@ -63,62 +81,35 @@ class Fact(Table):
     CPU_OF_BATCH = "Per batch: {cpu:seconds} of CPU to load, {step:seconds} to train."
     CORES = "{share:share} of {cores:# core} are busy."
     WAITED = "Loading a batch takes {fetch:seconds}, of which {cpu:seconds} are CPU time."
-    FOR_A_CORE = (
-        "{share:share} of the wait is for a CPU core: more processes are ready to run than the {cores:# core} can run."
-    )
+    FOR_A_CORE = "{share:share} of the wait is for a CPU core: more processes are ready to run than there are cores."
     SHARED_CORES = (
         "A step takes {step:seconds} in training and {alone:seconds} alone: it shares the CPU cores with the loader."
     )
     FETCHES = "Each worker spends {share:share} of its time loading data."
     STAGE_WAITS = "{share:share} of a worker's waiting is in {stage} ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
-    HANDED_OVER = (
-        "DataLoader's workers hand over a batch that lies ready every {handed:seconds}, however many they are; the step alone "
-        "takes {alone:seconds}."
-    )
+    HANDED_OVER = "Workers hand over a ready batch every {handed:seconds}; the step alone takes {alone:seconds}."
     PINNING = "Pinning a batch takes {pin:seconds}."
     COPYING = "Copying a batch of {size:bytes} to the device adds {copy:seconds} to its step."
     RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
     RAN_OUT = "{config} ran out of memory ({kind})."
     BUSY = "Other processes used {share:share} of the CPU."
-    FORKED_INITIALIZED = (
-        "Workers are forked from a process that has initialized {accelerator}: they may crash, hang or use much memory."
-    )
-    FORKED_LARGE = (
-        "Workers are forked from a process with {memory:bytes} of memory: each fork copies its page tables, and "
-        "later each page that is written."
-    )
+    FORKED_INITIALIZED = "Workers are forked after this process initialized {accelerator}: they may crash or hang."
+    FORKED_LARGE = "Workers are forked from a process of {memory:bytes}: a fork copies page tables and written pages."
 
 
 class Cause(Table):
     """Why a loader costs time or memory; `where` is the line of the script that makes it."""
 
-    WORKER_STARTS = (
-        "{where} starts {workers:# worker} in each of {epochs:# epoch}, which takes {seconds:seconds} in all."
-    )
-    WORKER_IMPORTS = (
-        "Each worker of {where} imports and unpickles for {each:seconds} before it loads anything: training waits "
-        "{seconds:seconds} for that in {epochs:# epoch}."
-    )
-    WORKER_INIT = (
-        "Each worker of {where} runs worker_init_fn for {each:seconds}: training waits {seconds:seconds} for that in "
-        "{epochs:# epoch}."
-    )
+    WORKER_STARTS = "{where} starts {workers:# worker} in each of {epochs:# epoch}: training waits {seconds:seconds}."
+    WORKER_IMPORTS = "Each worker of {where} imports or unpickles for {each:seconds}: training waits {seconds:seconds}."
+    WORKER_INIT = "Each worker of {where} runs worker_init_fn for {each:seconds}: training waits {seconds:seconds}."
     COPIED_PAGES = (
-        "Of the memory that the training process shares with {workers:# worker} of {where}, a worker has copied {size:bytes}: "
-        "reading a Python object writes to its page, which is then copied."
+        "A worker of {where} has copied {size:bytes} of shared memory: reading objects writes to their pages."
     )
-    PINNING = (
-        "Training waits {seconds:seconds} for batches of {where} to be pinned, which takes {each:seconds} per batch."
-    )
-    MANY_TENSORS = (
-        "A batch of {where} has {tensors} tensors, each of which is sent by itself: training waits {seconds:seconds} for their "
-        "transfer."
-    )
-    GARBAGE_IN_WORKERS = "Garbage collections take {share:share} of the time of the workers of {where}."
-    GARBAGE_IN_LOOP = (
-        "Garbage collections of the training process take {seconds:seconds}, {share:share} of the time with {where}."
-    )
+    PINNING = "Training waits {seconds:seconds} for batches of {where} to be pinned, {each:seconds} per batch."
+    MANY_TENSORS = "Training waits {seconds:seconds} for the transfer of batches of {where}, {tensors} tensors each."
+    GARBAGE_COLLECTION = "Garbage collections take {share:share} of the time of {process} of {where}."
     SLOW_SAMPLES = (
         "Of {batches:# batch} of {where}, {slow} took {long:seconds} to load, others {usual:seconds}: training waits "
         "{seconds:seconds} for them."
@@ -127,19 +118,11 @@ class Cause(Table):
         "Rank {rank} waits {its:seconds} for batches of {where}, rank {other} {others:seconds}: in their steps, the others "
         "wait for rank {rank}."
     )
-    IDLE_MEMORY = (
-        "{where} keeps {workers:# worker} with {size:bytes} of memory, and asks for no batch {share:share} of the time."
-    )
+    IDLE_MEMORY = "{where} keeps {workers:# worker} with {size:bytes} of memory, idle {share:share} of the time."
     CORES = "Training waits {seconds:seconds} while workers of {where}, or its own process, are ready to run and have no core."
     STORAGE = "Training waits {seconds:seconds} while batches of {where} wait for storage, the network or a lock."
-    DEVICE_IN_WORKER = (
-        "Of {started:# worker} of {where}, {count} initialized an accelerator, such as CUDA: each has a context of its own in "
-        "the memory of the device."
-    )
-    TRAINING_MEMORY = (
-        "Workers of {where} are forked from a process with {memory:bytes} of memory: each fork copies its page tables, and "
-        "later each page that is written."
-    )
+    DEVICE_IN_WORKER = "{count} of {started:# worker} of {where} initialized an accelerator: each takes memory of it."
+    TRAINING_MEMORY = "{where} forks a process of {memory:bytes}: each fork copies page tables and written pages."
 
 
 class Advice(Table):
@@ -160,44 +143,27 @@ class Advice(Table):
     LEAVE_IT = "Leave the loader as it is."
     SPEED_UP_STEP = "Speed up the step (torch.compile, mixed precision, a larger batch), not the loader."
     MORE_CORES = "Use a machine with more cores, or run fewer other processes during training."
-    FEWER_WORKERS = (
-        "Use fewer than {workers} workers (num_workers=0 if the samples are in memory), or a machine with more cores."
-    )
+    FEWER_WORKERS = "Use fewer than {workers} workers (num_workers=0 if the samples are in memory), or more cores."
     SPREAD_SHARDS = "Use at most {busy:# worker}, or write more shards: a worker without a shard is idle."
     CHEAPER_STAGE = (
         "Speed up {stage} ({where}), which takes {share:share} of a worker's CPU time ({cpu:seconds} per sample){how}."
     )
-    CHEAPER_TRANSFORMS = (
-        "Speed up the transforms (smaller images, a faster decoder): they take {cpu:seconds} of CPU per sample."
-    )
+    CHEAPER_TRANSFORMS = "Speed up the transforms, such as the decoder: they take {cpu:seconds} of CPU per sample."
     LARGER_READS = "Read larger chunks (tar shards, Parquet), or read from a local disk."
     TRANSFER_LESS = "Transfer less data (uint8 instead of float32, crops made in the worker): a batch has {size:bytes}."
-    COPY_AHEAD = (
-        'Copy batches ahead of the step: let tune(..., allow="device_prefetch") try it, or wrap the loader in '
-        "DevicePrefetcher."
-    )
+    COPY_AHEAD = 'Copy batches ahead: try tune(..., allow="device_prefetch"), or DevicePrefetcher(loader).'
     LARGER_BATCHES = "Use larger batches: transferring a small one takes hardly less time."
-    AUTOLOADER_TRANSFERS = (
-        "Try AutoLoader(dataset, num_workers={workers}, tune=False), which transfers batches with less overhead."
-    )
+    AUTOLOADER_TRANSFERS = "Try AutoLoader(dataset, num_workers={workers}, tune=False), which transfers at less cost."
     MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or use smaller batches."
-    SMALLER_WORKERS = (
-        "Use less memory per worker: numpy arrays, Arrow or memory-mapped files instead of lists of objects."
-    )
-    KEEP_WORKERS = (
-        "Set persistent_workers=True, unless the workers must see changes that training makes to the dataset."
-    )
+    SMALLER_WORKERS = "Use less memory per worker: numpy arrays, Arrow or memory-mapped files, not lists of objects."
+    KEEP_WORKERS = "Set persistent_workers=True, unless workers must see changes that training makes to the dataset."
     WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than loading it."
     KEEP_ITERATOR = "Call iter(loader) once per epoch: next(iter(loader)) starts a new epoch for every batch."
     BATCHED_FETCH = "Load a whole batch at once with __getitems__(indices): a sample takes only {sample:seconds}."
-    FORKSERVER = (
-        'Use multiprocessing_context="forkserver" or set_start_method("forkserver"): the dataset is pickled and copied '
-        'once, and workers start as fast as with fork. The script needs `if __name__ == "__main__":`.'
-    )
+    FORKSERVER = 'Use multiprocessing_context="forkserver", with `if __name__ == "__main__":` in the script.'
     FORKSERVER_BY_AUTOLOADER = (
-        'Use AutoLoader or `run` with multiprocessing_context="forkserver": the dataset is pickled and copied once, '
-        "and workers start as fast as with fork, while DataLoader imports and unpickles for each worker. The script "
-        'needs `if __name__ == "__main__":`.'
+        'Use AutoLoader or `run` with multiprocessing_context="forkserver": DataLoader would import and unpickle in each '
+        'worker. The script needs `if __name__ == "__main__":`.'
     )
     RUN = "`{command}` tries other settings."
     RUN_WITH_WORKERS = "`{command}` tries worker processes (safe if your dataset works with num_workers>0)."
@@ -226,10 +192,7 @@ class Undecided(Table):
     CLOSE = (
         "Inconclusive: after {rounds:# A/B round} others may be {tolerance:share} faster. Rerun with a larger budget."
     )
-    TOO_NOISY = (
-        "Inconclusive: after {rounds:# A/B round} others may be {tolerance:share} faster. The rates vary too "
-        "much to tell."
-    )
+    TOO_NOISY = "Inconclusive: others may be {tolerance:share} faster; in {rounds:# A/B round} the rates vary too much."
     BUSY = "Inconclusive: other processes used the CPU in {busy} of {rounds:# A/B round}. Rerun on an idle machine."
     FAILS_NOW = "Inconclusive: every setting that worked at first has failed since."
     ONE_TRIED = "Inconclusive: the budget ended before a second setting was measured. Rerun with a larger budget."
@@ -261,9 +224,7 @@ class Kept(Table):
     ONE_WORKER = "num_workers=1: one worker loads all batches in order. With num_workers=2 the number may change."
     WORKER_INIT = "worker_init_fn may depend on the number of workers."
     WORKER_INFO = "The dataset calls get_worker_info() and may depend on the number of workers."
-    NO_GUARD = (
-        "With start method {method} each worker would run the script again: it has no `if __name__ == '__main__':`."
-    )
+    NO_GUARD = "Start method {method} would run the script again in each worker: add `if __name__ == '__main__':`."
     NOT_BEGUN = "Workers could not start with start method {method}: {error}"
     NOT_WAITING = "The training loop hardly waits for data ({wait:share} of the time)."
     TOO_SHORT = "The training was too short to try other settings."
@@ -286,26 +247,17 @@ class Caution(Table):
     OUT_OF_ORDER = "in_order=False: the order of batches differs between runs, even with a seed."
     EPOCH_NOT_SEEN = "persistent_workers=True: workers do not see set_epoch() of the dataset."
     WORKERS_KEPT = (
-        "persistent_workers=True saves the start of workers in each epoch, but persistent workers do not see what is set on "
-        "the dataset between epochs (such as dataset.size = 16). persistent_workers=False in DataLoader would bring it back."
+        "persistent_workers=True: workers do not see what is set on the dataset between epochs (such as dataset.size = 16). "
+        "Try persistent_workers=False in DataLoader if they must."
     )
     STORAGE_LOST = "The storage of study={name!r} failed ({why}): the search went on in memory, in result.study."
-    EPOCH_STARTS = (
-        "Workers restart in each epoch, and epochs are short: whole epochs were compared; the rates shown exclude worker "
-        "start-up."
-    )
+    EPOCH_STARTS = "Workers restart in each epoch: whole ones were compared, and the rates shown exclude the starts."
     FEWER_SAMPLES = "drop_last=True: each of {workers} workers drops its own last batch, so an epoch has fewer samples."
     DISTURBED = "Other processes used more than {limit:share} of the CPU in {busy} of {rounds:# A/B round}."
     NOT_WRITTEN = "{path} was not written ({why}). Save the result elsewhere with result.save()."
-    CEILING_PASSED = (
-        "The step alone ran at {alone:number} {unit}, and steps in training at up to {rate:number} {unit}, so no ceiling is "
-        "reported."
-    )
+    CEILING_PASSED = "Steps ran at {alone:number} {unit} alone, at {rate:number} in training: no ceiling is reported."
     BATCH_SIZES_DIFFER = "Batch sizes differ ({sizes}): samples/s are compared, which says nothing about convergence."
-    READ_TWICE = (
-        "The trials read more than the {samples} samples of the dataset: some were read again and may have come from memory, "
-        "so the first epoch may be slower."
-    )
+    READ_TWICE = "Some of the {samples} samples were read twice, perhaps from memory: the first epoch may be slower."
     READ_AHEAD = "Thread {thread} reads batches ahead of training: the wait is that of the thread, not of training."
     WAITS_TOO_LONG = "{name}: the training loop waits {share:share} of its time; --fail-if-wait allows {most:share}."
     STARTS_ANEW = "With start method {method} each worker imports and unpickles everything again in each epoch: {why}."
@@ -353,11 +305,11 @@ class Answer(Table):
 
 def answer(name: str, ratio: Interval, other: str, tolerance: float = 0.02) -> Finding:
     """How much faster something was shown to be in A/B rounds; what lies within the tolerance is not called slower."""
-    if is_claimed(ratio):
+    if ratio > WORTH_CLAIMING:
         row = Answer.FASTER
     elif 1 - tolerance <= ratio.low and ratio.high <= 1 + tolerance:
         row = Answer.EQUAL
-    elif is_slower(ratio):
+    elif ratio < 1 / WORTH_CLAIMING:
         row = Answer.SLOWER
     else:
         row = Answer.NOT_SHOWN if ratio.is_telling else Answer.UNSURE

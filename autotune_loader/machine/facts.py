@@ -23,6 +23,7 @@ from autotune_loader.machine.limits import (
     shared_memory,
     usable_cores,
 )
+from autotune_loader.values.units import bytes_text
 
 CACHE_SHARE = 0.8
 """Of the memory, which files that were read can take in the best case."""
@@ -204,7 +205,8 @@ def differences(tuned: Fingerprint, here: Fingerprint) -> list[Difference]:
             continue
         matters = name != "torch" and (isinstance(now, str) or now < before)
         effect = worse if matters else better
-        sentence = f"{what}: {_text(before)} when tuned, {_text(now)} here" + (f"; {effect}" if effect else "")
+        text = bytes_text if name.endswith("_bytes") else str
+        sentence = f"{what}: {text(before)} when tuned, {text(now)} here" + (f"; {effect}" if effect else "")
         found.append(Difference(sentence, matters))
     return sorted(found, key=lambda each: not each.matters)
 
@@ -217,10 +219,3 @@ def _is_alike(name: str, before: Any, now: Any) -> bool:
     if name == "torch":  # a wheel's own version may lack "+cu124"
         return bool(before.partition("+")[0] == now.partition("+")[0])
     return bool(before == now)
-
-
-def _text(value: Any) -> str:
-    for factor, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")):
-        if isinstance(value, int) and value >= factor:
-            return f"{round(value / factor, 1):g} {unit}"
-    return str(value)

@@ -25,14 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from multiprocessing import (
-    get_start_method,
-    popen_fork,
-    popen_spawn_posix,
-    set_start_method,
-    spawn,
-    util,
-)
+from multiprocessing import get_start_method, popen_fork, popen_spawn_posix, set_start_method, spawn, util
 from typing import Any
 
 from autotune_loader.machine.clones import ROOT, Begin, Inherited, be_worker, seeds, serve, try_fork

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from autotune_loader.pipeline.workload import is_users, wrapped_datasets
-from autotune_loader.values import Seen, StageSamples
+from autotune_loader.values.trace import Seen, StageSamples
 
 Stage = tuple[str, str]
 """stage, where"""

@@ -29,17 +29,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
-from autotune_loader.values import (
-    Z_95,
-    BatchTrace,
-    BurstPlan,
-    Interval,
-    Measurement,
-    after_first_of_each,
-    correlated_mean_interval,
-    mean_interval,
-    student_t_quantile,
-)
+from autotune_loader.values import BatchTrace, BurstPlan, Interval, Measurement, after_first_of_each
+from autotune_loader.values.statistics import Z_95, correlated_mean_interval, mean_interval, student_t_quantile
 
 MAX_POINTS = 512
 """Times a running burst looks at when it asks for its error; more batches are taken in groups, to stay cheap."""

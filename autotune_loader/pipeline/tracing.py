@@ -25,7 +25,8 @@ from autotune_loader.pipeline.by_value import ByValue
 from autotune_loader.pipeline.reading import Reading, seed_everything
 from autotune_loader.pipeline.stage_clock import StageClock
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values import MAIN_PROCESS, LoaderConfig, StageSamples
+from autotune_loader.values import MAIN_PROCESS, LoaderConfig
+from autotune_loader.values.trace import StageSamples
 
 Fetch = tuple[int, float, float, float, float, int, StageSamples | None]
 """worker, fetch_start, fetch_end, collate_end, cpu_s, samples; and now and then what clocks in the worker have seen"""

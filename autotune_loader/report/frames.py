@@ -8,46 +8,32 @@ allocated it) are the job's, `gpu_utilization` (0 to 1, kernels) and `gpu_used_b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import Interval, MissingExtraError, Trial
+from autotune_loader.values.serialization import fields_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# Columns with their types, which allow NA: pandas would turn integers beside a missing one into floats.
-WHOLE, REAL, FLAG, TEXT = "Int64", "float64", "boolean", "object"
-OF_TRIAL = {
-    **dict.fromkeys(("number", "round", "num_workers", "prefetch_factor"), WHOLE),
-    **dict.fromkeys(("pin_memory", "persistent_workers", "in_order"), FLAG),
-    "multiprocessing_context": TEXT,
-    "batch_size": WHOLE,
-    "device_prefetch": WHOLE,
-    **dict.fromkeys(("samples_per_s", "samples_per_s_low", "samples_per_s_high", "predicted_samples_per_s"), REAL),
-    **dict.fromkeys(
-        ("wait_share", "first_batch_s", "service_s", "service_cpu_s", "receive_s", "step_s", "copy_s"), REAL
-    ),
-    **dict.fromkeys(("cpu_share", "foreign_cpu_share"), REAL),
-    **dict.fromkeys(("rss_bytes", "pss_bytes", "shm_bytes"), WHOLE),
-    **dict.fromkeys(("gpu_busy_share", "gpu_utilization"), REAL),
-    **dict.fromkeys(("gpu_memory_bytes", "gpu_used_bytes"), WHOLE),
-    "seconds": REAL,
-    **dict.fromkeys(("failure_kind", "failure_phase", "failure_message"), TEXT),
-}
-OF_STAGE = {"stage": TEXT, "where": TEXT, **dict.fromkeys(("wall_share", "cpu_share", "wall_s", "cpu_s"), REAL)}
-SIDE_SHARES = ("wait_share", "cpu_share", "gpu_busy_share", "gpu_utilization")
-OF_SIDE = {
-    "side": TEXT,
-    "config": TEXT,
-    "batch_size": WHOLE,
-    **dict.fromkeys(("rate", "rate_low", "rate_high", "ratio", "ratio_low", "ratio_high"), REAL),
-    **dict.fromkeys(SIDE_SHARES, REAL),
-    "memory_bytes": WHOLE,
-    "bottleneck": TEXT,
-    "error": TEXT,
+OF_TRIAL = """
+    number round num_workers prefetch_factor pin_memory persistent_workers in_order multiprocessing_context batch_size
+    device_prefetch samples_per_s samples_per_s_low samples_per_s_high predicted_samples_per_s wait_share first_batch_s
+    service_s service_cpu_s receive_s step_s copy_s cpu_share foreign_cpu_share rss_bytes pss_bytes shm_bytes
+    gpu_busy_share gpu_utilization gpu_memory_bytes gpu_used_bytes seconds failure_kind failure_phase failure_message
+"""
+OF_STAGE = "stage where wall_share cpu_share wall_s cpu_s"
+OF_SIDE = """
+    side config batch_size rate rate_low rate_high ratio ratio_low ratio_high wait_share cpu_share gpu_busy_share
+    gpu_utilization memory_bytes bottleneck error
+"""
+TYPES = {  # of columns, which allow NA: pandas would turn integers beside a missing one into floats; others are float64
+    "Int64": "number round num_workers prefetch_factor batch_size device_prefetch rss_bytes pss_bytes shm_bytes "
+    "gpu_memory_bytes gpu_used_bytes memory_bytes",
+    "boolean": "pin_memory persistent_workers in_order",
+    "object": "multiprocessing_context failure_kind failure_phase failure_message stage where side config bottleneck error",
 }
 
 
@@ -58,7 +44,7 @@ def trials_frame(result: TuningResult) -> pd.DataFrame:
 
 def stages_frame(result: TuningResult) -> pd.DataFrame:
     """One row per stage of a sample in a worker, the longest first."""
-    return _frame(map(asdict, result.stages), OF_STAGE)
+    return _frame(map(fields_of, result.stages), OF_STAGE)
 
 
 def sides_frame(comparison: Comparison) -> pd.DataFrame:
@@ -67,41 +53,41 @@ def sides_frame(comparison: Comparison) -> pd.DataFrame:
 
 
 def _trial_row(trial: Trial) -> dict[str, Any]:
-    """Each column from the record that has a field of its name, the first of those that have one."""
-    measured, failure = trial.measurement, trial.failure
-    row: dict[str, Any] = {} if measured is None else _limits("samples_per_s", measured.samples_per_s)
-    if failure is not None:
-        row |= {f"failure_{name}": getattr(failure, name) for name in ("kind", "phase", "message")}
-    for record in (trial, trial.config, measured, measured and measured.memory):
-        row = {name: getattr(record, name) for name in OF_TRIAL if hasattr(record, name)} | row
-    return row
+    measured = trial.measurement
+    records = [measured and measured.memory, measured, trial.config, trial]  # the last that has a field decides
+    row = {name: value for each in records if each is not None for name, value in fields_of(each).items()}
+    failure = {} if trial.failure is None else fields_of(trial.failure)
+    return {**row, **{f"failure_{name}": value for name, value in failure.items()}}
 
 
 def _side_row(comparison: Comparison, side: Side) -> dict[str, Any]:
-    row: dict[str, Any] = {
+    measured = side.measurement
+    return {
+        **({} if measured is None else fields_of(measured)),
         "side": side.name,
         "config": str(side.config),
-        **_limits("rate", comparison.rates.get(side.name)),
-        **_limits("ratio", comparison.ratios.get(side.name)),
+        "batch_size": measured and round(measured.batch_size),
+        "rate": comparison.rates.get(side.name),
+        "ratio": comparison.ratios.get(side.name),
+        "memory_bytes": measured and measured.taken_bytes,
         "bottleneck": side.bottleneck and side.bottleneck.kind,
         "error": side.error,
     }
-    if (measured := side.measurement) is not None:
-        row |= {name: getattr(measured, name) for name in SIDE_SHARES}
-        row |= {"batch_size": round(measured.batch_size), "memory_bytes": measured.taken_bytes}
-    return row
 
 
-def _limits(name: str, interval: Interval | None) -> dict[str, float]:
-    if interval is None:
-        return {}
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+def _with_limits(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row in which an interval is three numbers."""
+    intervals = {name: value for name, value in row.items() if isinstance(value, Interval)}
+    limits = {f"{name}_{limit}": getattr(its, limit) for name, its in intervals.items() for limit in ("low", "high")}
+    return {**row, **{name: its.value for name, its in intervals.items()}, **limits}
 
 
-def _frame(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> pd.DataFrame:
+def _frame(rows: Iterable[Mapping[str, Any]], columns: str) -> pd.DataFrame:
     try:
         import pandas as pd
     except ImportError as error:
         raise MissingExtraError("to_dataframe()", "pandas", "tune") from error
-    frame: pd.DataFrame = pd.DataFrame(list(rows), columns=list(columns)).astype(columns)
+    kinds = {name: kind for kind, names in TYPES.items() for name in names.split()}
+    types = {name: kinds.get(name, "float64") for name in columns.split()}
+    frame: pd.DataFrame = pd.DataFrame([*map(_with_limits, rows)], columns=list(types)).astype(types)
     return frame

@@ -13,7 +13,9 @@ from itertools import accumulate, groupby
 from math import isfinite
 from typing import Any
 
-from autotune_loader.values import MAIN_PROCESS, PINNING_THREAD, BatchTrace, LoaderTrace, replacing, spans_of
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, LoaderTrace, spans_of
+from autotune_loader.values.serialization import replacing
+from autotune_loader.values.trace import PINNING_THREAD
 
 IDS = 1000
 """From the id of a process to the next: more than any has threads, as an id of a thread stands once in a file."""
@@ -87,9 +89,9 @@ def _events(loader: LoaderTrace, pid: int, at: Callable[[float], int]) -> Iterat
             yield span("not kept", last.step_end, row.requested, tids[MAIN_PROCESS], args=left_out)
         before, last = number, row
         args, flow = {"batch": number}, number * IDS + pid // IDS
-        of_fetch = {"samples": row.samples, "wait_ms": _ms(row.wait_s)}
+        of_fetch = {"samples": row.samples, "wait_ms": round(1e3 * row.wait_s, 3)}
         if isfinite(row.cpu_s):
-            of_fetch["cpu_ms"] = _ms(row.cpu_s)
+            of_fetch["cpu_ms"] = round(1e3 * row.cpu_s, 3)
         for activity, process, begin, end in spans_of(row):
             if activity == "send":
                 here = {"local": str(number)}
@@ -100,10 +102,6 @@ def _events(loader: LoaderTrace, pid: int, at: Callable[[float], int]) -> Iterat
             more = {"bind_id": flow, **dict.fromkeys(arrows, True)} if arrows else {}
             told = {**args, **of_fetch} if activity == "fetch" else args
             yield span(activity, begin, end, tids[process], args=told, **more)
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
 
 
 def _ready(rows: Mapping[int, BatchTrace]) -> Iterator[tuple[float, int]]:

@@ -11,21 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from autotune_loader.diagnosis.units import counted, gain_text, number_text, rate_text, seconds_text, share_text
 from autotune_loader.report.perfetto import processes_of
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.report.text import tail_of
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import (
-    MAIN_PROCESS,
-    PINNING_THREAD,
-    BatchTrace,
-    LoaderConfig,
-    Measurement,
-    MissingExtraError,
-    StageTime,
-    spans_of,
-)
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, MissingExtraError, StageTime, Trial, spans_of
+from autotune_loader.values.units import counted, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +28,6 @@ VERMILLION, PURPLE = "#D55E00", "#CC79A7"
 PALE_GREY, GREY, DARK_GREY = "#E5E5E5", "#999999", "#555555"  # background and secondary text
 # One look for all pictures, which neither reads nor changes the user's settings of matplotlib.
 STYLE = {
-    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 11,
@@ -46,10 +36,8 @@ STYLE = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": PALE_GREY,
-    "grid.linewidth": 0.8,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.fonttype": "path",
     "svg.hashsalt": "autotune_loader",
 }
 FAR = 1.6
@@ -64,8 +52,7 @@ MAX_BATCHES = 10
 """Batches in a timeline: the last of the trial."""
 LEAST_NUMBERED = 0.016
 """A bar that takes less of the width has no room for the number of its batch."""
-PALE = 0.35
-"""Opacity of the bars of earlier batches."""
+IN_WORKERS = ("fetch", "collate")
 ACTIVITIES = {  # colour and legend, in the order of drawing
     "wait": (ORANGE, "training loop waits"),
     "step": (BLUE, "training step"),
@@ -87,13 +74,11 @@ def plot_workers(result: TuningResult) -> Figure:
 def _workers(result: TuningResult, rows: tuple[Standing, ...], axes: Axes) -> None:
     rated = [row for row in rows if row.rate is not None]
     top, counts = max(row.rate.value for row in rated if row.rate), {row.config.num_workers for row in rated}
-    dashes: tuple[Any, Any] = (0, (6, 3)), (0, (1, 2))
-    for ceiling, label, dash in zip(
-        (result.ceiling, result.transfer_ceiling),
-        ("never waiting for data", "most that workers transfer"),
-        dashes,
-        strict=True,
-    ):
+    ceilings = (
+        (result.ceiling, "never waiting for data", "--"),
+        (result.transfer_ceiling, "most that workers transfer", ":"),
+    )
+    for ceiling, label, dash in ceilings:
         if ceiling is not None and ceiling.value > FAR * top:
             axes.plot([], [], " ", label=f"{label}: {rate_text(ceiling.value, result.rate_unit)}, far above")
         elif ceiling is not None:
@@ -102,7 +87,7 @@ def _workers(result: TuningResult, rows: tuple[Standing, ...], axes: Axes) -> No
     for source, fill, label in (("rounds", BLUE, "A/B rounds, 95% CI"), ("search", "white", "single trial")):
         of_source = [row for row in rated if row.source == source]
         _draw_rates(axes, of_source, fmt="o", color=BLUE, markerfacecolor=fill, label=label)
-    own, best = [row for row in rated if row.is_baseline], [row for row in rated if row.is_best]
+    own, best = ([row for row in rated if row.config == each] for each in (result.baseline, result.best))
     _draw_rates(axes, own, fmt="s", color=BLACK, markersize=8, zorder=5, label="before tuning")
     label = "chosen" if result.status == "complete" else "so far"
     _draw_rates(axes, best, fmt="*", color=VERMILLION, markersize=15, zorder=5, label=label)
@@ -131,13 +116,12 @@ def _band(axes: Axes, result: TuningResult, most: int) -> None:
 
 def _draw_rates(axes: Axes, rows: Sequence[Standing], **look: Any) -> None:
     """Rates, those of A/B rounds with their intervals, where these tell anything."""
-    known = [(row.config.num_workers, row.rate, row.source) for row in rows if row.rate is not None]
+    known = [(row, row.rate) for row in rows if row.rate is not None]
     if known:
-        shown = [rate.is_telling and source == "rounds" for _, rate, source in known]
-        below = [tells * max(0.0, rate.value - rate.low) for tells, (_, rate, _) in zip(shown, known, strict=True)]
-        above = [tells * max(0.0, rate.high - rate.value) for tells, (_, rate, _) in zip(shown, known, strict=True)]
-        counts, rates = [count for count, _, _ in known], [rate.value for _, rate, _ in known]
-        axes.errorbar(counts, rates, [below, above], capsize=3, **look)
+        counts, rates = [row.config.num_workers for row, _ in known], [rate.value for _, rate in known]
+        told = [rate if row.source == "rounds" and rate.is_telling else None for row, rate in known]
+        limits = [(max(0.0, each.value - each.low), each.high - each.value) if each else (0.0, 0.0) for each in told]
+        axes.errorbar(counts, rates, [*zip(*limits, strict=True)], capsize=3, **look)
 
 
 def _annotate(axes: Axes, row: Standing, result: TuningResult) -> None:
@@ -145,9 +129,9 @@ def _annotate(axes: Axes, row: Standing, result: TuningResult) -> None:
     if row.rate is None:
         return
     count = row.config.num_workers
-    words = f"{counted(count, 'worker')}: {number_text(row.rate.value)} {result.rate_unit}"
+    words = f"{counted(count, 'worker')}: {rate_text(row.rate.value, result.rate_unit)}"
     if result.speedup is not None:
-        words += f"\n{gain_text(result.speedup)} than before"
+        words += f"\n{result.speedup.as_gain()} than before"
     side, at = ("left", 0) if 2 * count <= sum(axes.get_xlim()) else ("right", 1)
     line = {"arrowstyle": "-", "color": VERMILLION, "linewidth": 0.8, "relpos": (at, 0)}
     look: dict[str, Any] = {"color": VERMILLION, "fontsize": 9, "ha": side, "va": "top", "arrowprops": line}
@@ -183,76 +167,52 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
         training loop   waits ▒▒▒ steps ██ steps ██ waits ▒ steps ██
         worker 0        fetch ████████ collate ▓ fetch ███████ ...
 
-    Bars have the number of their batch where there is room; those of earlier batches are pale. Sending is not drawn, as it
-    would lie over what a worker does next.
+    Fetches and steps have the number of their batch where there is room. Sending is not drawn, as it would lie over what a
+    worker does next.
     """
-    config, measurement = _traced_trial(result, trial)
-    shown = measurement.traces[-MAX_BATCHES:]
-    waited_s = sum(trace.wait_s for trace in shown)
-    waits = share_text(waited_s / (waited_s + sum(trace.step_s for trace in shown)))
-    title = f"The last {counted(len(shown), 'batch')} of a trial: {config}\nThe training loop waits {waits} of the time shown"
-    reported = share_text((result.measurement_of(config) or measurement).wait_share)
-    rows = processes_of(shown)
-    return _picture(
-        title if waits == reported else f"{title} ({reported} over whole trials)",
-        partial(_timeline, measurement.traces, rows),
-        width=9.0,
-        height=1.8 + 0.36 * len(rows),
-        legend_columns=3 if PINNING_THREAD in rows else 5,
-    )
+    shown = _traced_trial(result, trial)
+    traces = shown.measurement.traces if shown.measurement else ()
+    rows = processes_of(traces[-MAX_BATCHES:])
+    title = f"The last {counted(min(MAX_BATCHES, len(traces)), 'batch')} of a trial: {shown.config}"
+    return _picture(title, partial(_timeline, traces, rows), width=9.0, height=1.8 + 0.36 * len(rows))
 
 
-def _traced_trial(result: TuningResult, number: int | None) -> tuple[LoaderConfig, Measurement]:
-    """The trial of this number; by default the last with the chosen setting, else the fastest that has single batches."""
-    measured = {each.number: (each.config, each.measurement) for each in result.trials if each.measurement}
-    traced = {number: trial for number, trial in measured.items() if trial[1].traces}
+def _traced_trial(result: TuningResult, number: int | None) -> Trial:
+    """The trial of this number; by default the last with the chosen setting, else the last that has single batches."""
+    traced = {each.number: each for each in result.trials if each.measurement and each.measurement.traces}
     if not traced:
         raise ValueError(
             "plot_timeline() needs the single batches of a trial, which loader.json does not have. Try the result that "
             "tune() returned, in the process that tuned."
         )
-    if number is not None and number not in traced:
-        known = ", ".join(map(str, sorted(traced)))
-        raise ValueError(f"trial={number!r} has no single batches; these have some: {known}")
-    if number is not None:
-        return traced[number]
-    chosen = [trial for trial in traced.values() if trial[0].key() == result.best.key()]
-    return chosen[-1] if chosen else max(traced.values(), key=lambda trial: trial[1].samples_per_s.value)
+    if number is None:
+        return max(traced.values(), key=lambda each: (each.config.key() == result.best.key(), each.number))
+    if number not in traced:
+        raise ValueError(f"trial={number!r} has no single batches. Try one of {', '.join(map(str, sorted(traced)))}.")
+    return traced[number]
 
 
 def _timeline(traces: Sequence[BatchTrace], names: Mapping[int, str], axes: Axes) -> None:
-    """Without workers the loop fetches while it waits: those bars are drawn narrower, on top of the wait."""
-    rows, shown = {process: row for row, process in enumerate(names)}, traces[-MAX_BATCHES:]
-    numbered = enumerate(traces, 1 - max(0, len(traces) - MAX_BATCHES))  # the first batch that is shown has number 1
-    spans = [(number, span) for number, trace in numbered for span in spans_of(trace)]
-    start, end = min(min(trace.fetch_start, trace.requested) for trace in shown), shown[-1].step_end
+    rows, last = {process: row for row, process in enumerate(names)}, traces[-MAX_BATCHES:]
+    start, end = min(min(trace.fetch_start, trace.requested) for trace in last), last[-1].step_end
+    spans = [each for trace in traces for each in spans_of(trace) if each.process in rows and each.end > start]
     for activity, (colour, label) in ACTIVITIES.items():
-        is_numbered = activity in ("step", "fetch") or (activity == "wait" and len(rows) > 1)
-        of_it = [(number, span) for number, span in spans if span.activity == activity and span.process in rows]
-        bars = [(number, span) for number, span in of_it if start < span.end and span.begin < end]
-        for number, (_, worker, begun, ended) in bars:
-            row, length, alpha = rows[worker], ended - begun, 1 if number > 0 else PALE
-            height = 0.4 if worker == MAIN_PROCESS and activity in ("fetch", "collate") else 0.72
-            place: dict[str, Any] = {"left": begun - start, "edgecolor": "white", "linewidth": 0.4}
-            axes.barh(row, length, height, color=colour, alpha=alpha, **place)
-            if is_numbered and number > 0 and length > LEAST_NUMBERED * (end - start):
-                ink = "white" if activity == "step" else "black"
-                axes.text(begun - start + length / 2, row, str(number), color=ink, ha="center", va="center", fontsize=7)
-        if bars:
-            axes.barh(0, 0, color=colour, label=label)
+        if bars := [each for each in spans if each.activity == activity]:
+            lengths, begins = [each.end - each.begin for each in bars], [each.begin - start for each in bars]
+            # Without workers the loop fetches while it waits: narrower, on top of the wait.
+            heights = [0.4 if activity in IN_WORKERS and each.process == MAIN_PROCESS else 0.72 for each in bars]
+            look: dict[str, Any] = {"color": colour, "label": label, "edgecolor": "white", "linewidth": 0.4}
+            axes.barh([rows[each.process] for each in bars], lengths, heights, begins, **look)
+    for number, each in [(number, each) for number, trace in enumerate(last, 1) for each in spans_of(trace)]:
+        if each.activity in ("fetch", "step") and each.end - each.begin > LEAST_NUMBERED * (end - start):
+            middle, ink = (each.begin + each.end) / 2 - start, "white" if each.activity == "step" else "black"
+            axes.text(middle, rows[each.process], str(number), color=ink, ha="center", va="center", fontsize=7)
     axes.set_yticks(list(rows.values()), list(names.values()))
     axes.set(xlabel="seconds", xlim=(0, end - start), ylim=(len(rows) - 0.5, -0.5))
     axes.grid(axis="y", visible=False)
 
 
-def _picture(
-    title: str,
-    content: Callable[[Axes], None] | str,
-    *,
-    width: float = 7.0,
-    height: float = 4.2,
-    legend_columns: int = 3,
-) -> Figure:
+def _picture(title: str, content: Callable[[Axes], None] | str, *, width: float = 7.0, height: float = 4.2) -> Figure:
     """A figure with one set of axes, `width` times `height` inches; a string says why there is nothing to draw."""
     try:
         from matplotlib import style
@@ -272,7 +232,7 @@ def _picture(
             axes.text(0.5, 0.5, content, ha="center", va="center", transform=axes.transAxes, color=GREY, wrap=True)
         else:
             content(axes)
-            figure.legend(loc="outside lower center", ncols=legend_columns)
+            figure.legend(loc="outside lower center", ncols=3)
         figure.draw_without_rendering()  # makes the labels of ticks, which would follow the user's settings later
         # A dark style has a dark background for files.
         figure.savefig = partial(figure.savefig, facecolor=figure.get_facecolor())  # type: ignore[method-assign]

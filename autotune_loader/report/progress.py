@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from autotune_loader.diagnosis.units import number_text, rate_text
 from autotune_loader.values import LoaderConfig, Trial
+from autotune_loader.values.units import number_text, rate_text
 
 log = logging.getLogger(__name__)
 CONFIG_WIDTH = 36

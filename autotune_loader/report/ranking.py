@@ -25,10 +25,6 @@ class Standing:
     """Mean of the rounds, or else its last trial that worked."""
     failure: Failure | None
     """Why it has no rate."""
-    is_best: bool
-    is_baseline: bool
-    is_as_fast: bool
-    """Whether it counts as equally fast, by the rule that made the choice."""
 
 
 def ranking(result: TuningResult) -> tuple[Standing, ...]:
@@ -56,7 +52,4 @@ def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
         source="failed" if rate is None else "rounds" if rates else "search",
         measurement=measurement,
         failure=next(failures, None) if rate is None else None,
-        is_best=config == result.best,
-        is_baseline=config == result.baseline,
-        is_as_fast=config in result.as_fast,
     )

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from typing import Any
 
-from autotune_loader.diagnosis import Account, Advice, Cause, NamedCause, slow_rank, units
+from autotune_loader.diagnosis import Account, Advice, Cause, NamedCause, slow_rank
 from autotune_loader.report.perfetto import write_trace
 from autotune_loader.report.text import wrapped
 from autotune_loader.results.result import Finding
-from autotune_loader.values import Interval, LoaderTrace, write_json
+from autotune_loader.values import Interval, LoaderTrace, units, write_json
 from autotune_loader.version import __version__
 
 SCHEMA_VERSION = 1
@@ -89,7 +89,7 @@ class LoaderReport:
         if self.processes > 1:
             lines.insert(1, f"  in {self.processes} processes; figures are from the process that trained longest")
         if now != own:
-            lines.append(f"  now: {now}{'' if self.speedup is None else f': {units.gain_text(self.speedup)}'}")
+            lines.append(f"  now: {now}{'' if self.speedup is None else f': {self.speedup.as_gain()}'}")
         elif self.kept is not None:
             lines.append(f"  not changed: {self.kept}")
         lines += [f"  {each}" for each in (self.read_ahead, self.idle_workers, self.starts_anew) if each is not None]

@@ -6,24 +6,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from autotune_loader.diagnosis.messages import Answer, Bottleneck, Caution, Choice, Ended, Undecided, answer
-from autotune_loader.diagnosis.units import (
-    UNKNOWN,
-    bytes_text,
-    counted,
-    is_claimed,
-    limits_text,
-    number_text,
-    range_text,
-    rate_text,
-    ratio_text,
-    seconds_text,
-    share_text,
-)
 from autotune_loader.machine.facts import NO_GPU
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.result import Finding, TuningResult
-from autotune_loader.values import Interval
+from autotune_loader.values import WORTH_CLAIMING, Interval, units
 
 WIDTH = 80
 """Columns that every terminal, log and e-mail has."""
@@ -90,10 +77,10 @@ def _choice(result: TuningResult) -> list[Finding]:
         said.append(
             Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before, result.tolerance)
         )
-        if ratio is not None and not is_claimed(ratio) and ratio.value < MUCH_FASTER:
+        if ratio is not None and not ratio > WORTH_CLAIMING and ratio.value < MUCH_FASTER:
             sizes = [(each.num_workers, each.batches_in_flight) for each in (best, result.baseline)]
             said.append(Choice.COSTS_LESS() if sizes[0] < sizes[1] else Choice.IF_MEMORY())
-    if result.status == "undecided" and ratio is not None and is_claimed(ratio):
+    if result.status == "undecided" and ratio is not None and ratio > WORTH_CLAIMING:
         said = [*said[1:], said[0]]  # what is sure comes first
     return [*said, *([Choice.SO_FAR()] if result.status == "partial" else [])]
 
@@ -113,9 +100,8 @@ def _rate_words(rate: Interval | None, unit: str) -> str:
     """Such as ": 1,486 samples/s (1,428 to 1,544)"; nothing where there is no rate."""
     if rate is None:
         return ""
-    if not rate.is_telling:
-        return f": about {number_text(rate.value)} {unit}"
-    return f": {number_text(rate.value)} {unit} ({number_text(rate.low)} to {number_text(rate.high)})"
+    told = units.rate_text(rate.value, unit)
+    return f": {told} ({rate.limits()})" if rate.is_telling else f": about {told}"
 
 
 def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
@@ -123,7 +109,7 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     rows = ranking(result)
     if not rows:
         return "No configuration was tried."
-    shown = _shown(rows)
+    shown = _shown(rows, result)
     has_rounds = any(row.source == "rounds" for row in shown)
     options = {tuple(row.config.words()) for row in shown if row.config.num_workers}
     left_out = [*(["options"] if len(options) < 2 else []), *([] if has_rounds else ["rounds", "95% CI"])]
@@ -131,8 +117,12 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     kept = [[{n: cell for n, cell in cells.items() if n not in left_out} for cells in group] for group in groups]
     lines = [table_text(kept, wraps="options" if len(options) > 1 else "", width=width)]
     if len(shown) < len(rows):
-        lines.append(f"{counted(len(rows) - len(shown), 'more configuration')} in result.to_dataframe()")
-    legend = [*([EQUAL] if any(row.is_as_fast for row in shown) else []), *([ROUNDS] if has_rounds else []), WAIT]
+        lines.append(f"{units.counted(len(rows) - len(shown), 'more configuration')} in result.to_dataframe()")
+    legend = [
+        *([EQUAL] if any(row.config in result.as_fast for row in shown) else []),
+        *([ROUNDS] if has_rounds else []),
+        WAIT,
+    ]
     # Each reason once, with the first configuration that failed for it.
     failed: dict[str, str] = {}
     for row in shown:
@@ -143,32 +133,32 @@ def configurations_of(result: TuningResult, width: int = WIDTH) -> str:
     return "\n".join([*lines, "", *(wrapped(line, width) for line in (*legend, *why))])
 
 
-def _shown(rows: Sequence[Standing]) -> list[Standing]:
+def _shown(rows: Sequence[Standing], result: TuningResult) -> list[Standing]:
     """The fastest, and always the chosen one, the baseline and some of the failed."""
     worked = [row for row in rows if row.rate]
     failed = [row for row in rows if not row.rate][: MAX_ROWS // 2]
     kept = worked[: MAX_ROWS - len(failed)]
-    return [*kept, *(row for row in worked if row not in kept and (row.is_best or row.is_baseline)), *failed]
+    return [*kept, *(row for row in worked[len(kept) :] if row.config in (result.best, result.baseline)), *failed]
 
 
 def _cells(row: Standing, result: TuningResult) -> dict[str, str]:
-    marks = {
-        "kept" if row.is_best and result.status != "partial" else "before": row.is_baseline,
-        "chosen" if result.status == "complete" else "so far": row.is_best,
-        "failed": row.rate is None,
-        "equal": row.is_as_fast,
-    }
     measured, config = row.measurement, row.config
+    marks = {
+        "kept" if config == result.best and result.status != "partial" else "before": config == result.baseline,
+        "chosen" if result.status == "complete" else "so far": config == result.best,
+        "failed": row.rate is None,
+        "equal": config in result.as_fast,
+    }
     return {
         "": next((mark for mark, applies in marks.items() if applies), ""),
         "workers": str(config.num_workers),
-        "prefetch": UNKNOWN if config.prefetch_factor is None else str(config.prefetch_factor),
+        "prefetch": units.UNKNOWN if config.prefetch_factor is None else str(config.prefetch_factor),
         "options": ", ".join(config.words()),
-        result.rate_unit: number_text(row.rate.value) if row.rate else UNKNOWN,
-        "95% CI": range_text(row.rate) if row.source == "rounds" else UNKNOWN,
-        "rounds": str(row.rate.count) if row.rate and row.source == "rounds" else UNKNOWN,
-        "wait": share_text(None if measured is None else measured.wait_share),
-        "memory": bytes_text(None if measured is None else measured.taken_bytes),
+        result.rate_unit: units.number_text(row.rate.value) if row.rate else units.UNKNOWN,
+        "95% CI": (row.rate and row.source == "rounds" and row.rate.limits(to="–")) or units.UNKNOWN,
+        "rounds": str(row.rate.count) if row.rate and row.source == "rounds" else units.UNKNOWN,
+        "wait": units.share_text(None if measured is None else measured.wait_share),
+        "memory": units.bytes_text(None if measured is None else measured.taken_bytes),
     }
 
 
@@ -176,14 +166,16 @@ def _facts(result: TuningResult) -> Iterator[str]:
     if result.bottleneck is not None:
         yield str(result.bottleneck)
     if result.ceiling is not None:
-        yield f"Ceiling: {rate_text(result.ceiling.value, result.rate_unit)}, the rate of training that never waits for data."
+        rate = units.rate_text(result.ceiling.value, result.rate_unit)
+        yield f"Ceiling: {rate}, the rate of training that never waits for data."
     if result.transfer_ceiling is not None:
-        rate = rate_text(result.transfer_ceiling.value, result.rate_unit)
+        rate = units.rate_text(result.transfer_ceiling.value, result.rate_unit)
         yield f"Transfer: {rate}, the most that DataLoader's workers can hand over to this step."
     if result.gpu_busy_share is not None:
-        yield f"GPU: busy {share_text(result.gpu_busy_share)} of the time (from the first to the last kernel of each step)."
+        busy = units.share_text(result.gpu_busy_share)
+        yield f"GPU: busy {busy} of the time (from the first to the last kernel of each step)."
     if result.gpu_utilization is not None:
-        yield f"GPU {share_text(result.gpu_utilization)} busy (NVML)."
+        yield f"GPU {units.share_text(result.gpu_utilization)} busy (NVML)."
     if result.source is not None:
         yield str(result.source)
 
@@ -196,9 +188,9 @@ def _stage_lines(result: TuningResult, width: int) -> list[str]:
     rows = [
         {
             "stage": each.stage,
-            name: share_text(share),
-            "time": seconds_text(each.wall_s),
-            "CPU time": seconds_text(each.cpu_s),
+            name: units.share_text(share),
+            "time": units.seconds_text(each.wall_s),
+            "CPU time": units.seconds_text(each.cpu_s),
             "where": " ".join(tail_of(word, LONGEST_NAME) for word in each.where.split()),
         }
         for share, each in shares[:SHOWN_STAGES]
@@ -213,11 +205,12 @@ def _how(result: TuningResult) -> Iterator[str]:
     if result.ended is not None and result.status != "fallback":
         yield str(result.ended)
     if result.trials:
-        yield f"{counted(len(result.trials), 'trial')} in {seconds_text(result.seconds)}."
+        yield f"{units.counted(len(result.trials), 'trial')} in {units.seconds_text(result.seconds)}."
     if (machine := result.machine) is not None:
-        told = [(result.tuned_at or "")[:10], machine.dataset, counted(machine.usable_cores, "core")]
+        told = [(result.tuned_at or "")[:10], machine.dataset, units.counted(machine.usable_cores, "core")]
         gpu = "no GPU" if machine.gpu == NO_GPU else machine.gpu
-        yield ", ".join(filter(None, [*told, bytes_text(machine.memory_bytes), gpu, f"torch {machine.torch}"])) + "."
+        told += [units.bytes_text(machine.memory_bytes), gpu or "", f"torch {machine.torch}"]
+        yield f"{', '.join(filter(None, told))}."
 
 
 def comparison_summary(comparison: Comparison) -> str:
@@ -232,7 +225,7 @@ def comparison_report(comparison: Comparison) -> str:
         [str(each) for each in _answers_of(comparison)],
         [f"{side.name}: {side.bottleneck}" for side in comparison.sides if side.bottleneck is not None],
         [f"Warning: {each}" for each in comparison.notes],
-        [f"{counted(len(comparison.rounds), 'A/B round')} in {seconds_text(comparison.seconds)}."],
+        [f"{units.counted(len(comparison.rounds), 'A/B round')} in {units.seconds_text(comparison.seconds)}."],
     ]
     return "\n\n".join([table, *("\n".join(map(wrapped, block)) for block in blocks if block)])
 
@@ -256,14 +249,15 @@ def _side_cells(comparison: Comparison, side: Side) -> dict[str, str]:
     cells |= {"": side.name, comparison.rate_unit: "failed", "workers": str(side.config.num_workers)}
     if measured is None or rate is None:
         return cells
+    ratio = comparison.ratios.get(side.name)
     is_first = side.name == next(iter(comparison.rates))
     return cells | {
-        comparison.rate_unit: number_text(rate.value),
-        "speedup": "1" if is_first else ratio_text(comparison.ratios.get(side.name)),
-        "95% CI": "" if is_first else limits_text(comparison.ratios.get(side.name)) or UNKNOWN,
-        "wait": share_text(measured.wait_share),
-        "memory": bytes_text(measured.taken_bytes),
-        "bottleneck": UNKNOWN if side.bottleneck is None else side.bottleneck.kind.replace("_", " "),
+        comparison.rate_unit: units.number_text(rate.value),
+        "speedup": "1" if is_first else units.UNKNOWN if ratio is None else ratio.as_ratio(),
+        "95% CI": "" if is_first else (ratio and ratio.limits(units.factor_text)) or units.UNKNOWN,
+        "wait": units.share_text(measured.wait_share),
+        "memory": units.bytes_text(measured.taken_bytes),
+        "bottleneck": units.UNKNOWN if side.bottleneck is None else side.bottleneck.kind.replace("_", " "),
     }
 
 
@@ -299,9 +293,6 @@ def _row_text(row: Mapping[str, str], widths: Mapping[str, int], wraps: str, gap
     lines = []
     for number, part in enumerate(parts):
         cells = {column: part if column == wraps else cell if number == 0 else "" for column, cell in row.items()}
-        aligned = [
-            cell.ljust(widths[column]) if column in TEXT_COLUMNS else cell.rjust(widths[column])
-            for column, cell in cells.items()
-        ]
-        lines.append(gap.join(aligned).rstrip())
+        sides = {column: "<" if column in TEXT_COLUMNS else ">" for column in cells}
+        lines.append(gap.join(f"{cell:{sides[its]}{widths[its]}}" for its, cell in cells.items()).rstrip())
     return "\n".join(lines)

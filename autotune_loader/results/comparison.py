@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 from autotune_loader.results.result import Finding
@@ -81,7 +82,7 @@ class Comparison:
 
     @property
     def ratios(self) -> dict[str, Interval]:
-        """How many times as fast each side is as the first, from A/B rounds, without sides that failed."""
+        """Rate of each side over that of the first, from A/B rounds, without sides that failed."""
         return ratios_of(self.rounds, list(self.rates), len(self.sides))
 
     def report(self) -> str:
@@ -97,8 +98,6 @@ class Comparison:
         return sides_frame(self)
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         return f"<pre>{escape(self.report())}</pre>"
 
     def __str__(self) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from autotune_loader.machine.facts import NO_GPU, Difference, Fingerprint, differences, inspect_machine, visible_gpu
-from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, from_plain, require_choice
+from autotune_loader.values import ConfigFileError, LoaderConfig, MachineMismatchError, require_choice
+from autotune_loader.values.serialization import from_plain
 
 _Kind = TypeVar("_Kind")
 OnMismatch = Literal["fit", "strict", "ignore"]

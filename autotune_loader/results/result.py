@@ -5,28 +5,17 @@ Methods that show it import `report` when they are called: reading a file and de
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from autotune_loader.machine.facts import Fingerprint
 from autotune_loader.results.file import SCHEMA_VERSION, config_of, differences_here, find_file, read_json
-from autotune_loader.values import (
-    Interval,
-    LoaderConfig,
-    Measurement,
-    RateUnit,
-    StageTime,
-    Trial,
-    averaged,
-    from_plain,
-    to_plain,
-    write_json,
-)
+from autotune_loader.values import Interval, LoaderConfig, Measurement, RateUnit, StageTime, Trial, averaged
+from autotune_loader.values.serialization import from_plain, to_plain, write_json
 from autotune_loader.version import __version__
 
 if TYPE_CHECKING:
@@ -40,14 +29,13 @@ if TYPE_CHECKING:
 else:
     Study = Any  # importing Optuna takes a second, and no file holds one
 
-log = logging.getLogger(__name__)
 _Loader = TypeVar("_Loader")
 Status = Literal["complete", "undecided", "partial", "fallback"]
 FoundBy = Literal["tune", "autoloader", "watch"]
+NOT_IN_TRIALS = ("traces", "stages", "samples", "window_s", "read_bytes", "retryable")
+"""Fields of measurements and failures that are not in `loader.json`: single batches, and what only the search needs."""
 NOT_IN_FILE = ("best", "study", "parts")
 """Fields that are not in `loader.json`, or not under their name: `best` is `dataloader_kwargs` and `extras`."""
-FILE_ONLY = ("schema_version", "created_by", "dataloader_kwargs", "extras")
-"""Keys of `loader.json` that are not fields. `dataloader_kwargs` can be passed to `DataLoader` as they stand."""
 ORDER = ("shuffle", "sampler", "batch_sampler")
 """Arguments of DataLoader that decide the order of the samples."""
 
@@ -214,10 +202,9 @@ class TuningResult:
         own = {name: self.parts[name] for name in ORDER if name in self.parts}
         if own and dataset is self.parts.get("dataset"):
             return {**parts, **own}
-        name, kind = next(((name, type(value).__name__) for name, value in own.items()), ("sampler", "sampler"))
+        name = next(iter(own), "sampler")
         raise ValueError(
-            f"{name} was not given, and the tuned loader had its own {kind}. Try shuffle=True, or {name}=... for this "
-            "dataset."
+            f"{name} was not given, and the tuned loader had its own. Try shuffle=True, or {name}=... for this dataset."
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -242,12 +229,7 @@ class TuningResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The plain JSON values of `loader.json`. Below the first level, default values are left out."""
-        told = replace(
-            self,
-            trials=tuple(map(_told, self.trials)),
-            tuned_at=self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
-        kept = {each.name: _sparse(getattr(told, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
+        kept = {each.name: _sparse(getattr(self, each.name)) for each in fields(self) if each.name not in NOT_IN_FILE}
         extras = {name: getattr(self.best, name) for name in ("device_prefetch", "batch_size")}
         plain: dict[str, Any] = to_plain(
             {
@@ -256,6 +238,7 @@ class TuningResult:
                 "dataloader_kwargs": self.best.to_kwargs(),
                 "extras": {name: value for name, value in extras.items() if value},
                 **kept,
+                "tuned_at": self.tuned_at or datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "created_by": f"autotune_loader {__version__}",
             }
         )
@@ -263,15 +246,12 @@ class TuningResult:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`; keys that this release does not know are ignored, with a line in the log.
+        """The inverse of `to_dict`; keys that this release does not know are ignored.
 
         Raises:
             ValueError, TypeError, KeyError: the values make no result.
         """
-        known = {each.name for each in fields(cls)}.difference(NOT_IN_FILE)
-        if unknown := sorted(raw.keys() - known - set(FILE_ONLY)):
-            log.info("keys that this release does not use are ignored: %s", ", ".join(unknown))
-        values = {name: raw[name] for name in known & raw.keys()}
+        values = {name: value for name, value in raw.items() if name not in NOT_IN_FILE}
         return from_plain({**values, "best": config_of(raw).to_dict()}, cls)
 
     def predict(
@@ -381,21 +361,12 @@ class TuningResult:
         return f"<{type(self).__name__} {self.status}: {self.best}>"
 
 
-def _told(trial: Trial) -> Trial:
-    """A trial as the file has it: without single batches, and without what only the search needs."""
-    if trial.failure is not None:
-        return replace(trial, failure=replace(trial.failure, retryable=False))
-    assert trial.measurement is not None
-    measurement = replace(trial.measurement, traces=(), stages=None, samples=0, window_s=0.0, read_bytes=None)
-    return replace(trial, measurement=measurement)
-
-
 def _sparse(value: Any) -> Any:
     """A record without default values; a configuration keeps its number of workers."""
     if isinstance(value, (list, tuple)):
         return [_sparse(each) for each in value]
     if not is_dataclass(value):
         return value
-    values = {each.name: getattr(value, each.name) for each in fields(value)}
-    defaults = {each.name: each.default for each in fields(value)}
-    return {name: _sparse(own) for name, own in values.items() if own != defaults[name] or name == "num_workers"}
+    told = [(each.name, getattr(value, each.name), each.default) for each in fields(value)]
+    kept = [(name, own) for name, own, default in told if own != default or name == "num_workers"]
+    return {name: _sparse(own) for name, own in kept if name not in NOT_IN_TRIALS}

@@ -26,16 +26,9 @@ from autotune_loader.search.queue import Floats
 from autotune_loader.search.rule import deepest_prefetch
 from autotune_loader.search.space import UNMODELLED, WORKER_BASE_BYTES, Context, Space, memory_bytes
 from autotune_loader.search.twin import Solved, Twin
-from autotune_loader.values import (
-    TORCH_PREFETCH_FACTOR,
-    Z_95,
-    FailureKind,
-    Interval,
-    LoaderConfig,
-    Round,
-    Trial,
-    log_ratios,
-)
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, FailureKind, Interval, LoaderConfig, Round, Trial, log_ratios
+from autotune_loader.values.statistics import Z_95
+from autotune_loader.values.units import bytes_text
 
 MODEL_SD = 0.055  # relative error that the twin's shape may have between distant configurations
 ROUGH_SD, ROUGH_SCALE = 0.027, 0.1
@@ -354,7 +347,7 @@ class Prediction:
     """Peak memory of the process and its workers, shared pages counted once; None where no burst told."""
 
     def __str__(self) -> str:
-        memory = "" if self.memory_bytes is None else f", {self.memory_bytes / 2**20:,.0f} MiB"
+        memory = "" if self.memory_bytes is None else f", {bytes_text(self.memory_bytes)}"
         return f"{self.config}: {self.samples_per_s} samples/s expected{memory}"
 
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from autotune_loader.search.observation import BURST_SD, Observation, sampling_variance
 from autotune_loader.search.queue import Floats, Ints
-from autotune_loader.values import TYPICAL_NOISE, LoaderConfig
+from autotune_loader.values import LoaderConfig
+from autotune_loader.values.statistics import TYPICAL_NOISE
 
 PATHS = 1024  # draws: a probability of 0.95 is known to 0.7 points
 ERROR_SCALES = (1.0, 2.0, 4.0)  # how many times as far as expected beliefs may err beforehand; the bursts show which

@@ -41,10 +41,9 @@ from autotune_loader.values import (
     Measurement,
     Round,
     Trial,
-    from_plain,
     log_ratios,
-    to_plain,
 )
+from autotune_loader.values.serialization import from_plain, to_plain
 
 RECORD, ROUND, ORDER = "autotune_loader", "round", "order"
 """Attributes of an Optuna trial: the JSON text of its record; the paired round that it is part of, and its place in it."""

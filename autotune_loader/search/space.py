@@ -23,6 +23,7 @@ from autotune_loader.values import (
     LoaderConfig,
     Measurement,
 )
+from autotune_loader.values.units import bytes_text
 
 if TYPE_CHECKING:
     import optuna
@@ -211,9 +212,9 @@ class Space:
         memory = memory_bytes(config, worker_bytes=WORKER_BASE_BYTES, batch_bytes=batch_bytes)
         over = functools.partial(_over, f"{config} would need")
         return (
-            over(LOADERS * in_flight * batch_bytes, limits.shm_bytes, "MiB of /dev/shm for two loaders")
+            over(LOADERS * in_flight * batch_bytes, limits.shm_bytes, "of /dev/shm for two loaders")
             or over(descriptors, limits.descriptors, "descriptors")
-            or over(memory, limits.memory_bytes, "MiB of host memory")
+            or over(memory, limits.memory_bytes, "of host memory")
         )
 
     def over_margin(self, config: LoaderConfig, burst: Measurement) -> Failure | None:
@@ -221,8 +222,8 @@ class Space:
         if config.batch_size is None:
             return None
         over = functools.partial(_over, f"{config} took")
-        return over(burst.taken_bytes, self.limits.memory_bytes, "MiB of host memory", "memory_guard") or over(
-            burst.gpu_memory_bytes, self.limits.device_bytes, "MiB of device memory", "device_memory"
+        return over(burst.taken_bytes, self.limits.memory_bytes, "of host memory", "memory_guard") or over(
+            burst.gpu_memory_bytes, self.limits.device_bytes, "of device memory", "device_memory"
         )
 
     def cost(self, config: LoaderConfig) -> tuple[float, ...]:
@@ -312,8 +313,8 @@ def _over(
     """The refusal of what needs more than is safe; None where it does not, or either is not known."""
     if need is None or limit is None or need <= limit * SAFE_SHARE:
         return None
-    unit = 2**20 if of.startswith("MiB") else 1
-    return _refusal(f"{what} {need / unit:.0f} of {limit / unit:.0f} {of}, more than {SAFE_SHARE:.0%}", kind)
+    text = str if of == "descriptors" else bytes_text
+    return _refusal(f"{what} {text(need)} of {text(limit)} {of}, more than {SAFE_SHARE:.0%}", kind)
 
 
 def _refusal(message: str, kind: FailureKind = "infeasible") -> Failure:

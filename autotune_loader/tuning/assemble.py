@@ -17,7 +17,8 @@ from autotune_loader.search.belief import CERTAIN, Belief
 from autotune_loader.search.draws import equally_fast
 from autotune_loader.search.turns import LEAST_ROUNDS
 from autotune_loader.tuning.study import Search
-from autotune_loader.values import Effects, LoaderConfig, LoaderTrace, log_ratios, pooled, stage_times
+from autotune_loader.values import Effects, LoaderConfig, LoaderTrace, log_ratios
+from autotune_loader.values.trace import pooled, stage_times
 
 log = logging.getLogger(__name__)
 

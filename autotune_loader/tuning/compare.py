@@ -22,7 +22,6 @@ from autotune_loader.bursts.packing import Packed
 from autotune_loader.bursts.parent import OpenProbe, open_probe
 from autotune_loader.diagnosis import Answer, Caution, Evidence, Finding, diagnose
 from autotune_loader.diagnosis.messages import answer
-from autotune_loader.diagnosis.units import rate_text
 from autotune_loader.machine.facts import Machine, inspect_machine
 from autotune_loader.pipeline.reading import SIDES_APART
 from autotune_loader.pipeline.workload import Workload
@@ -34,6 +33,7 @@ from autotune_loader.tuning.arguments import make_workloads
 from autotune_loader.tuning.bursting import Budget, Bursts
 from autotune_loader.tuning.run import TuneOptions, make_context
 from autotune_loader.values import Failure, LoaderConfig, Measurement, RateUnit, Round, Trial, WorkloadError, averaged
+from autotune_loader.values.units import rate_text
 
 LEAST_ROUNDS = 4
 """With fewer rounds equal sides are called faster or slower too often (`studies.fidelity.selection`)."""

@@ -25,7 +25,8 @@ from autotune_loader.search.sampler import ROUND, TwinSampler, quiet_optuna
 from autotune_loader.tuning.arguments import in_a_loader, refuse
 from autotune_loader.tuning.bursting import HAND_OVER_WORKERS, Budget, Bursts
 from autotune_loader.tuning.run import Run
-from autotune_loader.values import TORCH_PREFETCH_FACTOR, LoaderConfig, Measurement, Trial, what_works
+from autotune_loader.values import TORCH_PREFETCH_FACTOR, LoaderConfig, Measurement, Trial
+from autotune_loader.values.serialization import what_works
 
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)

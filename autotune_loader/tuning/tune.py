@@ -19,7 +19,6 @@ import torch
 
 from autotune_loader.bursts.parent import open_probe
 from autotune_loader.bursts.protocol import Probe
-from autotune_loader.diagnosis.units import counted
 from autotune_loader.machine.facts import inspect_machine
 from autotune_loader.report.progress import make_progress
 from autotune_loader.results.result import TuningResult
@@ -30,6 +29,7 @@ from autotune_loader.tuning.run import Run, TuneOptions, common_space, make_run
 from autotune_loader.tuning.study import Search, check_study
 from autotune_loader.tuning.torchrun import decided, joined_ranks
 from autotune_loader.values import ConfigFileError, LoaderConfig, require_writable
+from autotune_loader.values.units import counted
 
 
 @answers_unknown_arguments

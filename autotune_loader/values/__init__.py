@@ -6,6 +6,7 @@ sampled.py        the histories of a long training: rare batches, and a share of
 measurement.py    a burst: its plan, what it measured or how it failed, and the trial that it is
 statistics.py     intervals, and rounds as effects
 serialization.py  dataclasses as JSON, and as files
+units.py          numbers for people
 errors.py         every exception of the package
 """
 
@@ -39,39 +40,6 @@ from autotune_loader.values.measurement import (
     averaged,
 )
 from autotune_loader.values.sampled import LoaderTrace, Sampled
-from autotune_loader.values.serialization import (
-    fields_of,
-    from_plain,
-    replacing,
-    require_writable,
-    to_plain,
-    what_works,
-    write_json,
-)
-from autotune_loader.values.statistics import (
-    BURSTS_DIFFER,
-    TYPICAL_NOISE,
-    Z_95,
-    Effects,
-    Interval,
-    Round,
-    correlated_mean_interval,
-    log_ratios,
-    mean_interval,
-    student_t_quantile,
-)
-from autotune_loader.values.trace import (
-    MAIN_PROCESS,
-    OTHER_THREADS,
-    PINNING_THREAD,
-    TRANSFER,
-    BatchTrace,
-    Seen,
-    Span,
-    StageSamples,
-    StageTime,
-    after_first_of_each,
-    pooled,
-    spans_of,
-    stage_times,
-)
+from autotune_loader.values.serialization import require_writable, write_json
+from autotune_loader.values.statistics import BURSTS_DIFFER, WORTH_CLAIMING, Effects, Interval, Round, log_ratios
+from autotune_loader.values.trace import MAIN_PROCESS, BatchTrace, StageTime, after_first_of_each, spans_of

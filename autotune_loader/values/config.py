@@ -112,12 +112,9 @@ class LoaderConfig:
         """
         kwargs: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
         if self.num_workers > 0:
-            kwargs["prefetch_factor"] = self.prefetch_factor
-            kwargs["persistent_workers"] = self.persistent_workers
-            if not self.in_order:
-                kwargs["in_order"] = False
-            if self.multiprocessing_context is not None:
-                kwargs["multiprocessing_context"] = self.multiprocessing_context
+            kwargs |= {"prefetch_factor": self.prefetch_factor, "persistent_workers": self.persistent_workers}
+            newer = {"in_order": self.in_order, "multiprocessing_context": self.multiprocessing_context}
+            kwargs |= {name: value for name, value in newer.items() if value != WITHOUT_WORKERS[name]}
         return kwargs
 
     def apply_to(self, loader: _Loader, *, device: Any = None) -> _Loader:

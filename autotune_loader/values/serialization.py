@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin, get_ty
 from autotune_loader.values.statistics import Interval
 
 _Kind = TypeVar("_Kind")
-_UNBOUNDED = {"low": -math.inf, "high": math.inf}
 
 
 def write_json(file: Any, path: str | os.PathLike[str], *, private: bool = False) -> None:
@@ -94,7 +93,7 @@ def _places(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 def to_plain(value: Any) -> Any:
     """Plain JSON values of a dataclass. What JSON cannot say is replaced: an interval's infinite bound becomes null."""
-    if hasattr(value, "to_plain"):  # what is no dataclass says itself how it is written, and read
+    if hasattr(value, "to_plain"):  # a record that is written with more than its fields
         return to_plain(value.to_plain())
     if is_dataclass(value):
         return to_plain(fields_of(value))
@@ -134,11 +133,10 @@ def _made_of(raw: Any, kind: Any, place: str) -> Any:
         return raw
     if NoneType in inner:
         return _made_of(raw, next(each for each in inner if each is not NoneType), place)
-    if hasattr(kind, "from_plain"):
-        return kind.from_plain(raw)
     if hasattr(kind, "__dataclass_fields__") and isinstance(raw, dict):
         if kind is Interval:
-            raw = {**raw, **{name: bound for name, bound in _UNBOUNDED.items() if raw.get(name, bound) is None}}
+            bounds = (("low", -math.inf), ("high", math.inf))
+            raw = {**raw, **{name: bound for name, bound in bounds if raw.get(name, bound) is None}}
         known = _types_of(kind).items()
         return kind(**{name: _made_of(raw[name], its, f"{place}.{name}") for name, its in known if name in raw})
     if hasattr(kind, "_fields") and isinstance(raw, list):  # a NamedTuple

@@ -8,11 +8,13 @@ configurations the unit is the burst: each `Round` times its sides in turns, in 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
+
+from autotune_loader.values.units import factor_text, number_text
 
 Z_95 = 1.96
 """Standard deviations from the middle to either end of a normal 95% interval."""
@@ -24,6 +26,8 @@ KNOWN_BEFORE = 2
 """What is believed of noise before the rounds tell counts as so many degrees of freedom."""
 QUANTILE_STEPS = 1 << 14
 """Steps in which a density is summed up: six digits of a quantile."""
+WORTH_CLAIMING = 1.005
+"""Larger ratios are written as 1.01 or more, and those below its inverse as 0.99 or less."""
 MIXTURE = 100.0
 """Variance of the effects that a confidence sequence is tuned to, in units of the noise's: a smaller one needs more freedom."""
 
@@ -64,9 +68,22 @@ class Interval:
 
     def __str__(self) -> str:
         """As words: "4.10 (3.89 to 4.33)", and without limits where these tell nothing."""
-        numbers = (self.value, self.low, self.high)
-        value, low, high = (f"{each:,.0f}" if abs(each) >= 99.95 else f"{each:#.3g}" for each in numbers)
-        return f"{value} ({low} to {high})" if self.is_telling else value
+        return f"{number_text(self.value)} ({self.limits()})" if self.is_telling else number_text(self.value)
+
+    def limits(self, text_of: Callable[[float], str] = number_text, to: str = " to ") -> str:
+        """Low and high as words: "3.89 to 4.33"; empty where they tell nothing."""
+        return f"{text_of(self.low)}{to}{text_of(self.high)}" if self.is_telling else ""
+
+    def as_ratio(self) -> str:
+        """A ratio without its limits: "2.31x"; "at least 3.50x" where the limits are wider than twice the ratio."""
+        if self.is_telling or not (self > WORTH_CLAIMING or self < 1 / WORTH_CLAIMING):
+            return factor_text(self.value)
+        return f"at least {factor_text(self.low)}" if self > 1 else f"at most {factor_text(self.high)}"
+
+    def as_gain(self) -> str:
+        """A ratio in words: "2.31x faster (95% CI 2.20x to 2.42x)"."""
+        limits = self.limits(factor_text)
+        return f"{self.as_ratio()} faster" + (f" (95% CI {limits})" if limits else "")
 
     def scaled(self, factor: float) -> Interval:
         """The same of a quantity that is so many times as large."""

@@ -125,7 +125,7 @@ def _report_of(loader: ScriptLoader, job: Job) -> LoaderReport:
         read_ahead=Caution.READ_AHEAD(thread=loader.reader) if loader.is_read_ahead else None,
         bottleneck=bottleneck,
         causes=() if loader.is_read_ahead else judged.causes,
-        advice=(*shards, *(() if job.is_tuned else judged.to_try), *advice),
+        advice=(*shards, *advice),
     )
 
 

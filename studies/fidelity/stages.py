@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from autotune_loader.tuning.bursting import SEARCH_BURST
-from autotune_loader.values import LoaderConfig, pooled, stage_times
+from autotune_loader.values import LoaderConfig
+from autotune_loader.values.trace import pooled, stage_times
 from studies.study import Row, Table
 from studies.workloads import Items, StudyWorkload, accelerated, jpeg, opened
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from autotune_loader.diagnosis.units import counted
 from autotune_loader.machine.limits import usable_cores
+from autotune_loader.values.units import counted
 from studies.live import injected
 from studies.processes import ROOT, NoAnswerError, answer, busy_neighbours
 from studies.study import Row, Table

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from autotune_loader.machine.limits import usable_cores
-from autotune_loader.values import Interval, LoaderConfig, Round, log_ratios, mean_interval
+from autotune_loader.values import Interval, LoaderConfig, Round, log_ratios
+from autotune_loader.values.statistics import mean_interval
 from studies.regret.bench import Bench, BenchError, regret_workload
 from studies.regret.strategies import PREFETCH_FACTORS
 

@@ -14,9 +14,8 @@ from autotune_loader.values import (
     LoaderConfig,
     Measurement,
     MemoryUse,
-    Seen,
-    StageSamples,
 )
+from autotune_loader.values.trace import Seen, StageSamples
 
 MEASURED = Measurement(
     samples_per_s=Interval(value=3.0, low=-math.inf, high=math.inf, count=1),

@@ -244,7 +244,7 @@ TORCH = "torch: 2.6.0+cu124 when tuned, 2.7.1 here"
     ({"usable_cores": 32}, MORE, False),
     ({"usable_cores": 8}, FEWER, True),
     ({"memory_bytes": 1 << 20}, MEMORY, True),
-    ({"shm_bytes": 24064 << 20}, "shared memory: 7.8 GiB when tuned, 23.5 GiB here", False),
+    ({"shm_bytes": 24064 << 20}, "shared memory: 7.81 GiB when tuned, 23.5 GiB here", False),
     ({"gpu": "none"}, GPU.format("none"), True),
     ({"gpu": f"{T4} or NVIDIA A100"}, GPU.format(f"{T4} or NVIDIA A100"), True),
     ({"gpu": f"{H100} or {T4}"}, None, None),

@@ -14,10 +14,10 @@ from autotune_loader.pipeline import stage_clock
 from autotune_loader.pipeline.reading import Reading
 from autotune_loader.pipeline.tracing import make_traced_loader
 from autotune_loader.pipeline.workload import DataSide
-from autotune_loader.values import (
+from autotune_loader.values import LoaderConfig
+from autotune_loader.values.trace import (
     OTHER_THREADS,
     TRANSFER,
-    LoaderConfig,
     Seen,
     StageSamples,
     pooled,

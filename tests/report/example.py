@@ -18,8 +18,8 @@ from autotune_loader.values import (
     MemoryUse,
     StageTime,
     Trial,
-    mean_interval,
 )
+from autotune_loader.values.statistics import mean_interval
 from tests.support import FakeClock, SimulatedMachine, SimulatedProbe
 
 NONE, BEST, DEEP = (

@@ -69,7 +69,7 @@ def _of_the_choice(result):
     """Nothing with fewer workers is as fast, and the row of the choice has its figures."""
     best, best_rates = result.best, result.rates_of(result.best)
     for row in ranking(result):
-        if row.is_best and row.measurement is not None:
+        if row.config == best and row.measurement is not None:
             shown = (row.measurement.wait_share, row.measurement.taken_bytes)
             if not all(map(_same, (result.wait_share, result.memory_bytes), shown)):
                 yield f"waiting {result.wait_share}, {result.memory_bytes} bytes, shown {shown}"
@@ -78,7 +78,9 @@ def _of_the_choice(result):
         rates = result.rates_of(row.config)
         ratios = [rates[number] / best_rates[number] for number in rates.keys() & best_rates.keys()]
         is_decided = result.status != "undecided" and len(ratios) >= FEWEST_ROUNDS
-        if row.is_as_fast or (is_decided and geometric_mean(ratios) > 1 + result.tolerance):
+        if row.config in result.as_fast or (
+            is_decided and geometric_mean(ratios) > 1 + result.tolerance
+        ):
             yield f"{row.config} costs less than {best}, and was as fast: {ratios}"
 
 

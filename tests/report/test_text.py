@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from report.example import FULL, KILLED, STAGES, exactly, ran
 
-from autotune_loader.diagnosis import Answer, Caution, Ended, Source, Undecided
-from autotune_loader.diagnosis.messages import Choice
+from autotune_loader.diagnosis import Answer, Caution, Ended, Undecided
+from autotune_loader.diagnosis.messages import Choice, Source
 from autotune_loader.report.progress import make_progress
 from autotune_loader.report.ranking import ranking
 from autotune_loader.report.text import configurations_of, report_of

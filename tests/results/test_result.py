@@ -38,9 +38,8 @@ from autotune_loader.values import (
     MachineMismatchError,
     Measurement,
     Trial,
-    from_plain,
-    to_plain,
 )
+from autotune_loader.values.serialization import from_plain, to_plain
 
 BEST = LoaderConfig(num_workers=3, prefetch_factor=4, persistent_workers=True)
 HERE = Fingerprint(usable_cores=4, memory_bytes=8 << 30, torch="2.13.0")

@@ -110,7 +110,7 @@ FDS = 13 * 3 + RESERVED_DESCRIPTORS
     [
         ("shm_bytes", 2 * 13 * MIB, "of /dev/shm for two loaders"),
         ("descriptors", FDS, f"{FDS} of 113 descriptors"),
-        ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 of 214 MiB of host memory"),
+        ("memory_bytes", 3 * WORKER_BASE_BYTES + 13 * MIB, "193 MiB of 214 MiB of host memory"),
     ],
 )
 def test_vetoes_are_exact(limit, need, words):
@@ -136,10 +136,10 @@ def test_a_larger_batch_needs_memory_of_its_samples():
     space = Space(batch=BatchCost(bytes=MIB, samples=8), batch_size=sizes, limits=limits)
     # THEN four workers with two each are fine, but not with batches of eight times the size
     assert space.veto(with_workers(4)) is None
-    assert "144 of 80 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64))
+    assert "144 MiB of 80 MiB of /dev/shm" in vetoed(space, with_workers(4, batch_size=64))
     # AND without workers the batch itself must fit
     tight = replace(space, limits=Limits(memory_bytes=8 * MIB))
-    assert "MiB of host memory" in vetoed(tight, LoaderConfig(batch_size=64))
+    assert " of host memory" in vetoed(tight, LoaderConfig(batch_size=64))
     none = replace(space, limits=Limits(memory_bytes=1))
     assert none.veto(LoaderConfig(batch_size=8)) is None
 

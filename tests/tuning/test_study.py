@@ -12,7 +12,6 @@ import optuna
 import pytest
 
 from autotune_loader.diagnosis import Caution, Ended, Undecided
-from autotune_loader.diagnosis.units import counted
 from autotune_loader.search.belief import Belief
 from autotune_loader.search.sampler import ROUND, TwinSampler
 from autotune_loader.search.space import BatchCost, Context, Limits, Space
@@ -21,6 +20,7 @@ from autotune_loader.tuning.assemble import assembled, choice_of
 from autotune_loader.tuning.bursting import CLONED_S, ROUND_BURST, Budget, Bursts
 from autotune_loader.tuning.study import MOST_REPEATS, open_study
 from autotune_loader.values import Failure, Interval, LoaderConfig, Trial
+from autotune_loader.values.units import counted
 from tests.support import (
     FakeClock,
     SimulatedMachine,
@@ -668,7 +668,7 @@ def test_a_too_large_batch_size_is_out():
     found, _ = search_on(SimulatedMachine(), probe=Greedy, space=SIZES, budget_s=30.0)
     by_size = {trial.config.batch_size: trial for trial in found.trials}
     assert by_size[64].failure.kind == "device_memory"
-    assert "96 of 50 MiB of device memory" in by_size[64].failure.message
+    assert "96 MiB of 50 MiB of device memory" in by_size[64].failure.message
     # THEN the user's own is the user's, and less is no matter
     assert by_size[None].measurement is not None
     assert by_size[16].measurement is not None

@@ -2,7 +2,8 @@
 
 import pytest
 
-from autotune_loader.values import MAIN_PROCESS, PINNING_THREAD, BatchTrace, Span, spans_of
+from autotune_loader.values import MAIN_PROCESS, BatchTrace, spans_of
+from autotune_loader.values.trace import PINNING_THREAD, Span
 
 STEPPED = [Span("wait", MAIN_PROCESS, 4.0, 6.0), Span("step", MAIN_PROCESS, 6.0, 9.0)]
 

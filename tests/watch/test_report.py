@@ -160,8 +160,8 @@ def test_a_fork_is_told_beside_the_next_step(monkeypatch):
     known.log.parent = ParentProcess("cuda", 1 << 30, is_elastic=False)
     (found,) = seen_of(monkeypatch, known).report.loaders
     lines = str(found).splitlines()
-    assert [each for each in lines if "forked from" in each or "next:" in each] == [
-        "  Workers are forked from a process that has initialized CUDA: they may crash,",
+    assert [each for each in lines if "forked after" in each or "next:" in each] == [
+        "  Workers are forked after this process initialized CUDA: they may crash or",
         "  next: `autotune-loader run train.py` tries more workers; larger reads (tar",
     ]
     assert Advice.FORKSERVER_BY_AUTOLOADER.said_by(found.advice[-1])
