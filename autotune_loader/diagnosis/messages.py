@@ -88,14 +88,17 @@ class Fact(Table):
     FETCHES = "Each worker spends {share:share} of its time loading data."
     STAGE_WAITS = "{share:share} of a worker's waiting is in {stage} ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
-    HANDED_OVER = "Workers hand over a ready batch every {handed:seconds}; the step alone takes {alone:seconds}."
+    HANDED_OVER = "Workers hand over a ready batch every {handed:seconds}, however many they are; the step alone takes {alone:seconds}."
     PINNING = "Pinning a batch takes {pin:seconds}."
     COPYING = "Copying a batch of {size:bytes} to the device adds {copy:seconds} to its step."
     RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
     RAN_OUT = "{config} ran out of memory ({kind})."
     BUSY = "Other processes used {share:share} of the CPU."
     FORKED_INITIALIZED = "Workers are forked after this process initialized {accelerator}: they may crash or hang."
-    FORKED_LARGE = "Workers are forked from a process of {memory:bytes}: a fork copies page tables and written pages."
+    FORKED_LARGE = (
+        "Workers are forked from a process with {memory:bytes} of memory: each fork copies its page tables, and later each "
+        "page that is written."
+    )
 
 
 class Cause(Table):
@@ -122,7 +125,10 @@ class Cause(Table):
     CORES = "Training waits {seconds:seconds} while workers of {where}, or its own process, are ready to run and have no core."
     STORAGE = "Training waits {seconds:seconds} while batches of {where} wait for storage, the network or a lock."
     DEVICE_IN_WORKER = "{count} of {started:# worker} of {where} initialized an accelerator: each takes memory of it."
-    TRAINING_MEMORY = "{where} forks a process of {memory:bytes}: each fork copies page tables and written pages."
+    TRAINING_MEMORY = (
+        "Workers of {where} are forked from a process with {memory:bytes} of memory: each fork copies its page tables, and "
+        "later each page that is written."
+    )
 
 
 class Advice(Table):
@@ -148,10 +154,15 @@ class Advice(Table):
     CHEAPER_STAGE = (
         "Speed up {stage} ({where}), which takes {share:share} of a worker's CPU time ({cpu:seconds} per sample){how}."
     )
-    CHEAPER_TRANSFORMS = "Speed up the transforms, such as the decoder: they take {cpu:seconds} of CPU per sample."
+    CHEAPER_TRANSFORMS = (
+        "Speed up the transforms (smaller images, a faster decoder): they take {cpu:seconds} of CPU per sample."
+    )
     LARGER_READS = "Read larger chunks (tar shards, Parquet), or read from a local disk."
     TRANSFER_LESS = "Transfer less data (uint8 instead of float32, crops made in the worker): a batch has {size:bytes}."
-    COPY_AHEAD = 'Copy batches ahead: try tune(..., allow="device_prefetch"), or DevicePrefetcher(loader).'
+    COPY_AHEAD = (
+        'Copy batches ahead of the step: let tune(..., allow="device_prefetch") try it, or wrap the loader in '
+        "DevicePrefetcher."
+    )
     LARGER_BATCHES = "Use larger batches: transferring a small one takes hardly less time."
     AUTOLOADER_TRANSFERS = "Try AutoLoader(dataset, num_workers={workers}, tune=False), which transfers at less cost."
     MORE_SHARED_MEMORY = "Give the container more shared memory (docker run --shm-size=8g), or use smaller batches."
@@ -160,7 +171,10 @@ class Advice(Table):
     WITHOUT_WORKERS = "Try num_workers=0: receiving a batch from a worker takes longer than loading it."
     KEEP_ITERATOR = "Call iter(loader) once per epoch: next(iter(loader)) starts a new epoch for every batch."
     BATCHED_FETCH = "Load a whole batch at once with __getitems__(indices): a sample takes only {sample:seconds}."
-    FORKSERVER = 'Use multiprocessing_context="forkserver", with `if __name__ == "__main__":` in the script.'
+    FORKSERVER = (
+        'Use multiprocessing_context="forkserver": the dataset is pickled once, and workers start as fast as with fork. The '
+        'script needs `if __name__ == "__main__":`.'
+    )
     FORKSERVER_BY_AUTOLOADER = (
         'Use AutoLoader or `run` with multiprocessing_context="forkserver": DataLoader would import and unpickle in each '
         'worker. The script needs `if __name__ == "__main__":`.'
@@ -251,7 +265,10 @@ class Caution(Table):
         "Try persistent_workers=False in DataLoader if they must."
     )
     STORAGE_LOST = "The storage of study={name!r} failed ({why}): the search went on in memory, in result.study."
-    EPOCH_STARTS = "Workers restart in each epoch: whole ones were compared, and the rates shown exclude the starts."
+    EPOCH_STARTS = (
+        "Workers restart in each epoch, and epochs are short: whole epochs were compared; the rates shown exclude worker "
+        "start-up."
+    )
     FEWER_SAMPLES = "drop_last=True: each of {workers} workers drops its own last batch, so an epoch has fewer samples."
     DISTURBED = "Other processes used more than {limit:share} of the CPU in {busy} of {rounds:# A/B round}."
     NOT_WRITTEN = "{path} was not written ({why}). Save the result elsewhere with result.save()."

@@ -119,8 +119,10 @@ def _draw_rates(axes: Axes, rows: Sequence[Standing], **look: Any) -> None:
     known = [(row, row.rate) for row in rows if row.rate is not None]
     if known:
         counts, rates = [row.config.num_workers for row, _ in known], [rate.value for _, rate in known]
-        told = [rate if row.source == "rounds" and rate.is_telling else None for row, rate in known]
-        limits = [(max(0.0, each.value - each.low), each.high - each.value) if each else (0.0, 0.0) for each in told]
+        limits = [
+            (max(0.0, rate.value - rate.low), rate.high - rate.value) if rate.is_telling else (0.0, 0.0)
+            for _, rate in known
+        ]
         axes.errorbar(counts, rates, [*zip(*limits, strict=True)], capsize=3, **look)
 
 

@@ -6,6 +6,7 @@ are neither ranked against each other nor called a tie.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -37,14 +38,20 @@ def ranking(result: TuningResult) -> tuple[Standing, ...]:
     return tuple(sorted(rows, key=lambda row: (row.source != "rounds", -row.rate.value if row.rate else 0.0)))
 
 
-def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
+def rate_of(config: LoaderConfig, result: TuningResult) -> Interval | None:
+    """The rate of a configuration; with limits only where two rounds or more show how much it differs from run to run."""
     rates, measurement = result.rates_of(config), result.measurement_of(config)
     # The result's own rates of the best and the baseline allow for the choice among several.
     rate = {result.baseline: result.baseline_rate, result.best: result.rate}.get(config)
     if rate is None and measurement is not None:
         rate = measurement.samples_per_s
-    if rate is not None and rates:
-        rate = replace(rate, count=len(rates))
+    if rate is None or len(rates) > 1:
+        return rate and replace(rate, count=len(rates))
+    return Interval(value=rate.value, low=-math.inf, high=math.inf, count=len(rates))
+
+
+def _standing(config: LoaderConfig, result: TuningResult) -> Standing:
+    rates, measurement, rate = result.rates_of(config), result.measurement_of(config), rate_of(config, result)
     failures = (trial.failure for trial in result.trials if trial.config == config and trial.failure)
     return Standing(
         config=config,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autotune_loader.diagnosis.messages import Answer, Bottleneck, Caution, Choice, Ended, Undecided, answer
 from autotune_loader.machine.facts import NO_GPU
-from autotune_loader.report.ranking import Standing, ranking
+from autotune_loader.report.ranking import Standing, ranking, rate_of
 from autotune_loader.results.comparison import Comparison, Side
 from autotune_loader.results.result import Finding, TuningResult
 from autotune_loader.values import WORTH_CLAIMING, Interval, units
@@ -20,7 +20,7 @@ MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""
 SHOWN_STAGES, SMALL_STAGE = 6, 0.01
 """At most so many stages are listed, and none below this share; the frame has them all."""
-LONGEST_NAME = 32
+LONGEST_NAME = 30
 """Characters of a function's name in the table of stages."""
 MUCH_FASTER = 1.5
 """Single trials may be lucky, but not by so much."""
@@ -61,7 +61,8 @@ def report_of(result: TuningResult, width: int = WIDTH) -> str:
 
 def _choice(result: TuningResult) -> list[Finding]:
     """What to use, and what it brings."""
-    best, ratio, rate = result.best, result.speedup, _rate_words(result.rate, result.rate_unit)
+    best, ratio = result.best, result.speedup
+    rate = _rate_words(result.rate and rate_of(best, result), result.rate_unit)
     if result.status == "fallback":
         return [Ended.FALLBACK()]
     if result.status == "partial" and result.found_by != "tune" and (so_far := _so_far(result)) is not None:
@@ -155,7 +156,7 @@ def _cells(row: Standing, result: TuningResult) -> dict[str, str]:
         "prefetch": units.UNKNOWN if config.prefetch_factor is None else str(config.prefetch_factor),
         "options": ", ".join(config.words()),
         result.rate_unit: units.number_text(row.rate.value) if row.rate else units.UNKNOWN,
-        "95% CI": (row.rate and row.source == "rounds" and row.rate.limits(to="–")) or units.UNKNOWN,
+        "95% CI": (row.rate and row.rate.limits(to="–")) or units.UNKNOWN,
         "rounds": str(row.rate.count) if row.rate and row.source == "rounds" else units.UNKNOWN,
         "wait": units.share_text(None if measured is None else measured.wait_share),
         "memory": units.bytes_text(None if measured is None else measured.taken_bytes),

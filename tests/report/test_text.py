@@ -159,7 +159,7 @@ def test_six_stages_of_one_percent_are_listed(shares, shown):
     lines = re.findall(
         r"^stage(\d) .* (\S+)$", report_of(replace(SMALL, stages=stages)), re.MULTILINE
     )
-    assert lines == [(n, f"...{28 * 'x'}.") for n in shown]
+    assert lines == [(n, f"...{26 * 'x'}.") for n in shown]
 
 
 WRAPPED = """
