@@ -46,7 +46,7 @@ QUICKSTART = (
     CODE("result.plot_workers()"),
     MARKDOWN("Where the time of a sample goes in a worker. Speed up the longest bar first."),
     CODE("result.plot_stages()"),
-    MARKDOWN("The last batches of one trial, numbered; earlier ones are pale."),
+    MARKDOWN("The last batches of one trial, numbered."),
     CODE("result.plot_timeline()"),
     MARKDOWN("## 4. Train\n\nIn this process, your loader with the new settings:"),
     CODE("loader = result.apply_to(loader)\nnext(iter(loader))[0].shape"),

@@ -132,11 +132,11 @@ def tour(latency_s: float = LATENCY_S, budget: str = "45s") -> int:
                 rates.append(json.loads(Path(folder, "report.json").read_text())["loaders"][0]["samples_per_s"])
         settings = json.loads(Path(folder, "loader.json").read_text())["dataloader_kwargs"]
         slow, fast = rates
-        told = f"With loader.json: {rate_text(fast)}, {fast / slow:.1f}x as fast"
+        told = f"With loader.json: {rate_text(fast)}, {fast / slow:.1f}x faster"
         if not settings["num_workers"]:
             told = f"With loader.json, which has the same settings: {rate_text(fast)}. Nothing to gain here"
         print(
-            f"\nBefore: {rate_text(slow)}. {told} (one run each, with the starts of workers and of short epochs).\n"
+            f"\nBefore: {rate_text(slow)}. {told} (single runs, worker start-up included).\n"
             f"loader.json: {settings}\n"
             "Your own script: autotune-loader watch train.py"
         )

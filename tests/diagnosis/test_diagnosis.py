@@ -124,7 +124,7 @@ CASES = {
     "small batches": ("transfer", SMALL,
         "90% of the time", "Use larger batches: transferring a small one takes hardly less"),
     "handing over": ("transfer", {"transfer_ceiling": exactly(1040.0), "pin_s": 0.03},
-        "hand over a ready batch however many they are; the step alone takes 16 ms. Pinning",
+        "every 31 ms, however many they are; the step alone takes 16 ms. Pinning",
         "Try AutoLoader(dataset, num_workers=4, tune=False), which transfers"),
     "handing over, which slows the step": ("transfer", HANDED_OVER | {"wait_share": 0.01},
         "every 32 ms", "AutoLoader"),
