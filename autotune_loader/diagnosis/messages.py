@@ -88,7 +88,10 @@ class Fact(Table):
     FETCHES = "Each worker spends {share:share} of its time loading data."
     STAGE_WAITS = "{share:share} of a worker's waiting is in {stage} ({where})."
     RECEIVING = "Receiving a batch of {size:bytes} takes {receive:seconds}."
-    HANDED_OVER = "Workers hand over a ready batch every {handed:seconds}, however many they are; the step alone takes {alone:seconds}."
+    HANDED_OVER = (
+        "Workers hand over a ready batch every {handed:seconds}, however many they are; the step alone takes "
+        "{alone:seconds}."
+    )
     PINNING = "Pinning a batch takes {pin:seconds}."
     COPYING = "Copying a batch of {size:bytes} to the device adds {copy:seconds} to its step."
     RECEIVING_ONE = "Receiving a batch takes {receive:seconds}."
