@@ -82,4 +82,4 @@ def _library_folders() -> tuple[str, ...]:
     known = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")}
     known |= {os.path.dirname(os.__file__), os.path.join(sys.prefix, "lib")}  # noqa: PTH118, PTH120
     known |= {site.getusersitepackages()}
-    return tuple(known)
+    return tuple(f"{each}{os.sep}" for each in known)

@@ -78,6 +78,7 @@ def test_the_architectures_tree_has_each_file():
 def test_private_names_of_torch_are_listed():
     """Attributes of its iterator that the subclass uses are in tests/autoloader/test_torchs.py."""
     table = PAGE.read_text(encoding="utf-8").partition("## Torch's private names")[2]
+    table = table.partition("## Python's private names")[0]
     rows = dict(re.findall(r"^\| `(\S+)` \|(.*)$", table, flags=re.MULTILINE))
     missing, own = set[str](), re.compile(r"from torch[\w.]*( import _|\._)|torch[\w.]*\._(?!_)")
     for path in PACKAGE.rglob("*.py"):
@@ -88,6 +89,15 @@ def test_private_names_of_torch_are_listed():
             if own.match(text) and where != "autoloader/torchs.py" and not is_told:
                 missing.add(f"{where}: {text}")
     assert missing == set()
+
+
+def test_private_names_of_python_are_listed():
+    table = PAGE.read_text(encoding="utf-8").partition("## Python's private names")[2]
+    rows = dict(re.findall(r"^\| `(\S+)` \|(.*)$", table, flags=re.MULTILINE))
+    names = re.compile(r"\b(_resource_tracker|_sentinel|child_w|_run_module_as_main|_signal)\b")
+    for path in PACKAGE.rglob("*.py"):
+        used = {*names.findall(path.read_text(encoding="utf-8"))}
+        assert used <= {*names.findall(rows.get(path.relative_to(PACKAGE).as_posix(), ""))}
 
 
 def test_public_names_are_those_of_the_reference():

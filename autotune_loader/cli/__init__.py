@@ -1,4 +1,4 @@
-"""The command line. Commands parse, call, print and return an exit code; all they do can be done from Python too.
+"""The command line. Commands parse, call, print and return an exit code.
 
     app.py           which command is meant; from exceptions and results to exit codes
     commands.py      `watch`, `run`, `check`, `show` and `demo`

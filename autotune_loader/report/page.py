@@ -35,8 +35,15 @@ def page_of(result: TuningResult) -> str:
     return _PAGE.format(
         report=escape(text.report_of(result, _PAGE_WIDTH)),
         pictures="".join(_pictures(result)),
-        arguments=escape(json.dumps(result.best.to_kwargs(), indent=2)),
+        arguments=escape(_code_of(result)),
     )
+
+
+def _code_of(result: TuningResult) -> str:
+    """What a script takes over: an AutoLoader's settings are not for DataLoader."""
+    if result.found_by == "autoloader":
+        return 'AutoLoader(dataset, ..., config="loader.json")'
+    return json.dumps(result.best.to_kwargs(), indent=2)
 
 
 def notebook_html(result: TuningResult) -> str:

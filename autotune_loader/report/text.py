@@ -210,7 +210,7 @@ def _how(result: TuningResult) -> Iterator[str]:
     if (machine := result.machine) is not None:
         told = [(result.tuned_at or "")[:10], machine.dataset, units.counted(machine.usable_cores, "core")]
         gpu = "no GPU" if machine.gpu == NO_GPU else machine.gpu
-        told += [units.bytes_text(machine.memory_bytes), gpu or "", f"torch {machine.torch}"]
+        told += [units.bytes_text(machine.memory_bytes), gpu or "", machine.torch and f"torch {machine.torch}"]
         yield f"{', '.join(filter(None, told))}."
 
 
