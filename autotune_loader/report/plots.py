@@ -170,7 +170,7 @@ def plot_timeline(result: TuningResult, trial: int | None = None) -> Figure:
         worker 0        fetch ████████ collate ▓ fetch ███████ ...
 
     Fetches and steps have the number of their batch where there is room. Sending is not drawn, as it would lie over what a
-    worker does next.
+    worker does next; nor are the batches that come after these, whose time is grey.
     """
     shown = _traced_trial(result, trial)
     traces = shown.measurement.traces if shown.measurement else ()
@@ -205,6 +205,11 @@ def _timeline(traces: Sequence[BatchTrace], names: Mapping[int, str], axes: Axes
             heights = [0.4 if activity in IN_WORKERS and each.process == MAIN_PROCESS else 0.72 for each in bars]
             look: dict[str, Any] = {"color": colour, "label": label, "edgecolor": "white", "linewidth": 0.4}
             axes.barh([rows[each.process] for each in bars], lengths, heights, begins, **look)
+    done = {each.process: each.end for each in sorted(spans, key=lambda each: each.end) if each.activity != "send"}
+    ends = {rows[process]: at - start for process, at in done.items() if process >= 0}
+    if ends:  # what a worker makes next is not among the batches
+        look = {"color": PALE_GREY, "label": "not seen"}
+        axes.barh(list(ends), [end - start - at for at in ends.values()], 0.72, list(ends.values()), **look)
     for number, each in [(number, each) for number, trace in enumerate(last, 1) for each in spans_of(trace)]:
         if each.activity in ("fetch", "step") and each.end - each.begin > LEAST_NUMBERED * (end - start):
             middle, ink = (each.begin + each.end) / 2 - start, "white" if each.activity == "step" else "black"

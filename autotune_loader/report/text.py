@@ -20,8 +20,6 @@ MAX_ROWS = 16
 """Slower configurations than these are counted, not listed; the frame has them all."""
 SHOWN_STAGES, SMALL_STAGE = 6, 0.01
 """At most so many stages are listed, and none below this share; the frame has them all."""
-LONGEST_NAME = 30
-"""Characters of a function's name in the table of stages."""
 MUCH_FASTER = 1.5
 """Single trials may be lucky, but not by so much."""
 TEXT_COLUMNS = ("", "options", "bottleneck", "stage", "where")
@@ -192,7 +190,7 @@ def _stage_lines(result: TuningResult, width: int) -> list[str]:
             name: units.share_text(share),
             "time": units.seconds_text(each.wall_s),
             "CPU time": units.seconds_text(each.cpu_s),
-            "where": " ".join(tail_of(word, LONGEST_NAME) for word in each.where.split()),
+            "where": each.where,
         }
         for share, each in shares[:SHOWN_STAGES]
         if share >= SMALL_STAGE
@@ -210,7 +208,7 @@ def _how(result: TuningResult) -> Iterator[str]:
     if (machine := result.machine) is not None:
         told = [(result.tuned_at or "")[:10], machine.dataset, units.counted(machine.usable_cores, "core")]
         gpu = "no GPU" if machine.gpu == NO_GPU else machine.gpu
-        told += [units.bytes_text(machine.memory_bytes), gpu or "", machine.torch and f"torch {machine.torch}"]
+        told += [units.bytes_text(machine.memory_bytes), gpu or "", f"torch {machine.torch}" if machine.torch else ""]
         yield f"{', '.join(filter(None, told))}."
 
 
@@ -290,7 +288,8 @@ def table_text(groups: Sequence[Sequence[Mapping[str, str]]], *, wraps: str = ""
 
 def _row_text(row: Mapping[str, str], widths: Mapping[str, int], wraps: str, gap: str) -> str:
     """A row; more than one line where the wrapped column needs them."""
-    parts = textwrap.wrap(row[wraps], widths[wraps], break_on_hyphens=False) or [""]
+    words = " ".join(tail_of(word, widths[wraps]) for word in row[wraps].split())
+    parts = textwrap.wrap(words, widths[wraps], break_on_hyphens=False) or [""]
     lines = []
     for number, part in enumerate(parts):
         cells = {column: part if column == wraps else cell if number == 0 else "" for column, cell in row.items()}
