@@ -423,8 +423,9 @@ def test_the_demo_shows_a_gain_and_leaves_nothing(folder, monkeypatch, capfd):
     assert "1,200 JPEG files from a simulated object store, 40 ms a request." in told.out
     steps = re.findall(r"^\$ autotune-loader (\w+) .*$", told.out, re.MULTILINE)
     assert steps == ["watch", "tune", "watch"]
-    pattern = r"Before: ([\d,]+) samples/s.*: ([\d,]+) samples/s, ([\d.]+)x faster"
-    before, after, times = map(float, re.search(pattern, told.out).groups())
+    pattern = r"Before: ([\d,.]+) samples/s.*: ([\d,.]+) samples/s, ([\d.]+)x faster"
+    found = re.search(pattern, told.out).groups()
+    before, after, times = (float(each.replace(",", "")) for each in found)
     assert times > 1.5
     assert times == pytest.approx(after / before, rel=0.1)
     assert told.err.count("autotune-loader watch: 1 loader") == 2

@@ -287,7 +287,7 @@ def said(data, model, step=None):
         result = tune(data, model, train_step=step, device="sim", budget=2, progress=False)
     except WorkloadError as error:
         return str(error)
-    return "\n".join([*result.summary, *result.warnings])
+    return "\n".join([*result.summary, *map(str, result.warnings)])
 
 
 def kernel_fails_in_a_warm_step():
