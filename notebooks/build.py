@@ -44,7 +44,7 @@ QUICKSTART = (
         "are measured; the band is what the model expects. Beyond the peak, more workers do not help."
     ),
     CODE("result.plot_workers()"),
-    MARKDOWN("Where the time of a sample goes in a worker. Speed up the longest bar first."),
+    MARKDOWN("Where the time of a sample goes in a worker. On top is what takes most of what limits training."),
     CODE("result.plot_stages()"),
     MARKDOWN("The last batches of one trial, numbered."),
     CODE("result.plot_timeline()"),

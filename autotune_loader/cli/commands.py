@@ -180,7 +180,7 @@ def _code_of(result: Any, path: str) -> str:
     if result.found_by == "autoloader":
         head = f"# {best}, found by AutoLoader for its own workers\nfrom autotune_loader import AutoLoader\n\n"
         return f"{head}# loader = AutoLoader(dataset, {order}, config={path!r})"
-    size = {} if best.batch_size is None else {"batch_size": best.batch_size}
+    size = {"batch_size": batch_size} if (batch_size := best.batch_size or result.batch_size) else {}
     arguments = [f"    {name}={value!r}," for name, value in {**size, **best.to_kwargs()}.items()]
     lines = [f"# {best}", "loader_arguments = dict(", *arguments, ")"]
     lines.append(f"# loader = DataLoader(dataset, {order}, **loader_arguments)")

@@ -58,7 +58,8 @@ class Parser(argparse.ArgumentParser):
             setattr(known, self._rest, given[end + 1 :])
         if unknown:
             name = unknown[0].partition("=")[0]
-            near = nearest(name, self.options, cutoff=0.75)
+            alike = [each for each in self.options if each.endswith(name.lstrip("-")) and len(name) > 3]
+            near = " or ".join(sorted(alike)) or nearest(name, self.options, cutoff=0.75)
             raise UsageError(f"unknown option {name}. {self._hint if near is None else f'Did you mean {near}?'}")
         return known, []
 

@@ -111,14 +111,14 @@ class Evidence:
         """What data without waiting would gain at most, relatively; None where nothing bounds it.
 
         On an accelerator the step alone bounds it. On a CPU that has all cores, which a loader always shares: there the wait
-        bounds it, too.
+        bounds it, too, or the fastest burst if that was faster.
         """
-        alone = math.inf if self.ceiling is None else max(0.0, self.ceiling.value / self.samples_per_s - 1)
         waits = math.inf if self.wait_share is None or self.wait_share >= 1 else self.wait_share / (1 - self.wait_share)
-        if max(self.rates, default=0.0) > (1 + waits) * self.samples_per_s:
-            waits = math.inf
-        gain = alone if self.on_accelerator and self.ceiling is not None else min(alone, waits)
-        return gain if math.isfinite(gain) else None
+        fastest = max(self.rates, default=0.0) / self.samples_per_s - 1
+        if self.ceiling is None:
+            return waits if max(fastest, 0.0) <= waits < math.inf else None
+        alone = max(0.0, self.ceiling.value / self.samples_per_s - 1)
+        return alone if self.on_accelerator else min(alone, max(waits, fastest))
 
     @property
     def handed_over(self) -> Interval | None:

@@ -241,9 +241,10 @@ def _gain(evidence: Evidence) -> Iterator[Finding]:
         yield Fact.BUSY(share=foreign) if foreign > FOREIGN_CPU_LIMIT else Fact.SHARED_CORES(**shared)
     if gain >= LARGE_GAIN:
         yield Fact.MUCH()
-    elif gain >= LITTLE_GAIN:
-        is_bound = evidence.ceiling is not None and evidence.on_accelerator  # else steps may be shorter without a wait
-        yield Fact.AT_MOST(factor=1 + gain) if is_bound else Fact.ABOUT(factor=1 + gain)
+    elif evidence.ceiling is not None and evidence.on_accelerator and gain >= LITTLE_GAIN:
+        yield Fact.AT_MOST(factor=1 + gain)
+    elif not evidence.on_accelerator and gain >= NEGLIGIBLE:  # steps may be shorter without a wait
+        yield Fact.ABOUT(factor=1 + gain)
 
 
 def _stage_that_waits(evidence: Evidence) -> Finding | None:

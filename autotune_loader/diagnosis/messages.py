@@ -196,7 +196,7 @@ class Choice(Table):
     IF_MEMORY = "Keep your settings if memory matters."
     NOT_COMPARED = "It was not compared with {baseline} in A/B rounds."
     SO_FAR = "This is the best so far."
-    NOT_SETTLED = "Best so far: {best}, {factor:.1f}x faster than {baseline}. The comparison is not finished."
+    NOT_SETTLED = "Fastest trial so far: {best}, {factor:.1f}x faster than {baseline}. It is not confirmed yet."
     NOTHING_YET = "Best so far: {baseline}. Nothing else has been measured yet."
     REPORT = "{name}.report() shows the table."
 
@@ -315,9 +315,10 @@ class Answer(Table):
         "{rounds:# A/B round})."
     )
     UNSURE = (
-        "{name} ran at {ratio:ratio} the rate of {other} in {rounds:# A/B round}: too few rounds, or too noisy, for a "
-        "confidence interval."
+        "{name} ran at {ratio:ratio} the rate of {other} in {rounds:# A/B round}: too few rounds, or too noisy, for "
+        "a confidence interval."
     )
+    AT_SWITCH = "{name} ran at {ratio:ratio} the rate of {other} when it took over, without A/B rounds."
     FAILED = "{name} failed: {error}"
     ALONE = "Only {name} worked."
     NONE = "No loader worked."

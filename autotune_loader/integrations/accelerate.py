@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune_loader import AutoLoader, TuningResult, tune
+import autotune_loader
+from autotune_loader import AutoLoader, TuningResult
 from autotune_loader.integrations import require
 
 
@@ -37,7 +38,7 @@ def tune_before_prepare(accelerator: Any, loader: Any, model: Any = None, **opti
             "Try DataLoaderConfiguration(dispatch_batches=False) with a sharded dataset."
         )
     with accelerator.autocast():  # of its mixed precision
-        result = tune(loader, model, **{"device": str(accelerator.device), **options})
+        result = autotune_loader.tune(loader, model, **{"device": str(accelerator.device), **options})
     return result.apply_to(loader), result
 
 

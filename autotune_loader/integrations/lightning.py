@@ -18,12 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from autotune_loader import LoaderConfig, TuningResult, tune
+import autotune_loader
+from autotune_loader import LoaderConfig, TuningResult
 from autotune_loader.integrations import require
 
 ALONE = (
-    "{place} is one of the loaders whose batches a step takes together: it is tuned without the step, for its highest rate; "
-    "train_step=0.05, the seconds of a step, would tell how fast it must be"
+    "{place} is one of the loaders whose batches a step takes together: it is tuned without the step, for its highest rate. "
+    "Try train_step=0.05, the seconds of a step, which tell how fast it must be."
 )
 _Data = TypeVar("_Data")
 
@@ -84,9 +85,9 @@ class _Plan:
 
     def tune(self, loader: Any, place: str) -> TuningResult:
         if not place or self.options.get("train_step") is not None:
-            return tune(loader, self.model, **self.options)
+            return autotune_loader.tune(loader, self.model, **self.options)
         warnings.warn(ALONE.format(place=f"train_dataloader(){place}"), stacklevel=2)
-        return tune(loader, **self.options)
+        return autotune_loader.tune(loader, **self.options)
 
 
 def _train_dataloader(owner: Any, original: Any, plan: _Plan) -> Any:

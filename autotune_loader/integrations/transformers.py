@@ -15,7 +15,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from autotune_loader import LoaderConfig, TuningResult, tune
+import autotune_loader
+from autotune_loader import LoaderConfig, TuningResult
 from autotune_loader.integrations import metrics_of, require
 
 LEFT_OUT = ("use_liger_kernel", "deepspeed", "fsdp")
@@ -69,7 +70,7 @@ def tune_trainer(trainer: Any, **options: Any) -> TuningResult:
             stacklevel=2,
         )
     with trainer.accelerator.autocast():  # bf16 and fp16 of the arguments
-        result = tune(plain_loader(trainer), trainer.model, **options)
+        result = autotune_loader.tune(plain_loader(trainer), trainer.model, **options)
     if result.best.num_workers == 0:
         args.dataloader_prefetch_factor, args.dataloader_persistent_workers = None, False
     for name, value in training_arguments(result.best).items():

@@ -34,6 +34,8 @@ DAEMONIC = (
 ALIKE = 0.05
 """Kernels of one machine type differ in what they keep for themselves."""
 NO_GPU = "none"
+OTHER_GPUS = ("kfd", "dxg")
+"""Devices of AMD's driver, and of Windows' in WSL, whose GPUs have no name there."""
 _OR = " or "
 """Between the names of several models of GPUs."""
 COMPARED = {
@@ -128,14 +130,14 @@ def visible_gpu(*, root: Path = Path("/"), environ: Mapping[str, str] = os.envir
         IRQ:             18
 
     with the name that torch has, too. Which of several are visible is not looked up. A container that has none still sees
-    the folders, but no `/dev/nvidia0`.
+    the folders, but no `/dev/nvidia0`: there is none, unless another maker's driver is there.
     """
     if (opened := opened_gpu()) is not None:
         return opened
     if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return NO_GPU
     if not any(root.glob("dev/nvidia[0-9]*")):
-        return None
+        return None if any((root / "dev" / name).exists() for name in OTHER_GPUS) else NO_GPU
     models = set[str]()
     for path in root.glob("proc/driver/nvidia/gpus/*/information"):
         with contextlib.suppress(OSError):

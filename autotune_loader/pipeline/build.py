@@ -21,8 +21,7 @@ SETTINGS = ("num_workers", "pin_memory", *OF_WORKERS, "_iterator", "_IterableDat
 """Attributes of a DataLoader that follow from its configuration; its start method has another name."""
 OWN_BATCHES = "batch_size={size} was tuned, but a batch_sampler decides it. Try batch_size=None."
 RUNNING = (
-    "{kind}.{name} runs with the settings that the loader was made with; {kind}(..., **result.best.to_kwargs()) would "
-    "work"
+    "{kind}.{name} runs with the settings that the loader was made with. Try {kind}(..., **result.best.to_kwargs())."
 )
 
 

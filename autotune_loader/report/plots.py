@@ -9,8 +9,10 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from autotune_loader.diagnosis import Bottleneck
 from autotune_loader.report.perfetto import processes_of
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.report.text import tail_of
@@ -111,7 +113,8 @@ def _band(axes: Axes, result: TuningResult, most: int) -> None:
     except ValueError:  # nothing that it rests on was measured
         return
     low, high = zip(*((each.samples_per_s.low, each.samples_per_s.high) for each in expected), strict=True)
-    axes.fill_between(counts, low, high, color=SKY, alpha=0.3, linewidth=0, label="model, 95%")
+    label = f"model, prefetch {result.best.prefetch_factor or 2}, 95%"
+    axes.fill_between(counts, low, high, color=SKY, alpha=0.3, linewidth=0, label=label)
 
 
 def _draw_rates(axes: Axes, rows: Sequence[Standing], **look: Any) -> None:
@@ -133,7 +136,7 @@ def _annotate(axes: Axes, row: Standing, result: TuningResult) -> None:
     count = row.config.num_workers
     words = f"{counted(count, 'worker')}: {rate_text(row.rate.value, result.rate_unit)}"
     if result.speedup is not None:
-        words += f"\n{result.speedup.as_gain()} than before"
+        words += f"\n{result.speedup.as_gain()} {'than' if result.speedup.value >= 1 else 'as'} before"
     side, at = ("left", 0) if 2 * count <= sum(axes.get_xlim()) else ("right", 1)
     line = {"arrowstyle": "-", "color": VERMILLION, "linewidth": 0.8, "relpos": (at, 0)}
     look: dict[str, Any] = {"color": VERMILLION, "fontsize": 9, "ha": side, "va": "top", "arrowprops": line}
@@ -141,13 +144,15 @@ def _annotate(axes: Axes, row: Standing, result: TuningResult) -> None:
 
 
 def plot_stages(result: TuningResult) -> Figure:
-    """A bar for each stage of a sample: computing and waiting, the longest stage on top."""
-    shown = result.stages[:MOST_STAGES][::-1]  # bars are drawn upwards
-    content = partial(_stages, shown) if shown else "No trial with workers was recorded."
+    """A bar for each stage of a sample: computing and waiting; on top the one with most of what limits training."""
+    field = "cpu_share" if Bottleneck.CPU.said_by(result.bottleneck) else "wall_share"
+    ordered = sorted(result.stages, key=attrgetter(field), reverse=True)
+    shown = ordered[:MOST_STAGES][::-1]  # bars are drawn upwards
+    content = partial(_stages, shown, field) if shown else "No trial with workers was recorded."
     return _picture("Where a sample's time goes in a worker", content, height=1.6 + 0.42 * max(3, len(shown)))
 
 
-def _stages(stages: tuple[StageTime, ...], axes: Axes) -> None:
+def _stages(stages: Sequence[StageTime], field: str, axes: Axes) -> None:
     rows = range(len(stages))
     computing = [min(each.cpu_s, each.wall_s) * 1e3 for each in stages]
     waiting = [each.waited_s * 1e3 for each in stages]
@@ -155,7 +160,8 @@ def _stages(stages: tuple[StageTime, ...], axes: Axes) -> None:
     if any(waiting):
         axes.barh(rows, waiting, left=computing, color=SKY, label="waiting (I/O, locks)")
     for row, each in enumerate(stages):
-        words = f" {share_text(each.wall_share)}, {seconds_text(each.wall_s)}"
+        share = f"{share_text(getattr(each, field))}{' of CPU' if field == 'cpu_share' else ''}"
+        words = f" {share}, {seconds_text(each.wall_s)}"
         axes.text(each.wall_s * 1e3, row, words, va="center", fontsize=8, color=DARK_GREY)
     names = [f"{tail_of(each.stage, LONGEST_NAME)}\n{tail_of(each.where, LONGEST_NAME)}" for each in stages]
     axes.set_yticks(rows, names, fontsize=8)

@@ -73,9 +73,12 @@ def _choice(result: TuningResult) -> list[Finding]:
     else:
         said.append(Choice.USE(best=best, rate=rate))
         before = f"your current setting, {result.baseline}"
-        said.append(
-            Choice.NOT_COMPARED(baseline=before) if ratio is None else answer("It", ratio, before, result.tolerance)
-        )
+        if ratio is not None and result.found_by != "tune" and not ratio.is_telling:
+            said.append(Answer.AT_SWITCH(name="It", ratio=ratio, other=before))
+        elif ratio is not None:
+            said.append(answer("It", ratio, before, result.tolerance))
+        else:
+            said.append(Choice.NOT_COMPARED(baseline=before))
         if ratio is not None and not ratio > WORTH_CLAIMING and ratio.value < MUCH_FASTER:
             sizes = [(each.num_workers, each.batches_in_flight) for each in (best, result.baseline)]
             said.append(Choice.COSTS_LESS() if sizes[0] < sizes[1] else Choice.IF_MEMORY())
@@ -169,7 +172,7 @@ def _facts(result: TuningResult) -> Iterator[str]:
         yield f"Ceiling: {rate}, the rate of training that never waits for data."
     if result.transfer_ceiling is not None:
         rate = units.rate_text(result.transfer_ceiling.value, result.rate_unit)
-        yield f"Transfer: {rate}, the most that DataLoader's workers can hand over to this step."
+        yield f"Transfer: about {rate}, the most that DataLoader's workers can hand over to this step."
     if result.gpu_busy_share is not None:
         busy = units.share_text(result.gpu_busy_share)
         yield f"GPU: busy {busy} of the time (from the first to the last kernel of each step)."

@@ -59,9 +59,9 @@ class Finding:
 class TuningResult:
     """The result of `tune()`, of an AutoLoader, or of `run`: what was found and what it rests on.
 
-    `TuningResult.load(path)` equals the result that was saved. The file does not have the study, the times of single
-    batches, and the objects of the tuned loader that `make_loader()` uses. Pictures need matplotlib; without it they
-    raise `MissingExtraError`.
+    `TuningResult.load(path)` is the result that was saved, but for the study, the times of single batches, what only the
+    search needs of a trial, and the objects of the tuned loader that `make_loader()` uses. Pictures need matplotlib;
+    without it they raise `MissingExtraError`.
     """
 
     best: LoaderConfig

@@ -70,6 +70,10 @@ class Interval:
         """As words: "4.10 (3.89 to 4.33)", and without limits where these tell nothing."""
         return f"{number_text(self.value)} ({self.limits()})" if self.is_telling else number_text(self.value)
 
+    def __format__(self, spec: str) -> str:
+        """Its value by a format such as ".2f"; without one as `str()`."""
+        return format(self.value, spec) if spec else str(self)
+
     def limits(self, text_of: Callable[[float], str] = number_text, to: str = " to ") -> str:
         """Low and high as words: "3.89 to 4.33"; empty where they tell nothing."""
         return f"{text_of(self.low)}{to}{text_of(self.high)}" if self.is_telling else ""
@@ -81,9 +85,10 @@ class Interval:
         return f"at least {factor_text(self.low)}" if self > 1 else f"at most {factor_text(self.high)}"
 
     def as_gain(self) -> str:
-        """A ratio in words: "2.31x faster (95% CI 2.20x to 2.42x)"."""
+        """A ratio in words: "2.31x faster (95% CI 2.20x to 2.42x)", and below 1 "0.90x as fast"."""
         limits = self.limits(factor_text)
-        return f"{self.as_ratio()} faster" + (f" (95% CI {limits})" if limits else "")
+        told = f"{self.as_ratio()} {'faster' if self.value >= 1 else 'as fast'}"
+        return told + (f" (95% CI {limits})" if limits else "")
 
     def scaled(self, factor: float) -> Interval:
         """The same of a quantity that is so many times as large."""

@@ -190,7 +190,7 @@ def enable(
     if active:
         hook = active[-1]
         if hook.plan.script is None and hook.plan.verb != verb:
-            raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already; its close() would end it")
+            raise ValueError(f"verb={verb!r}: {hook.plan.verb!r} is enabled already. Call its close() first.")
         return Hook(hook.plan, hook)  # it is not installed: that one goes on when this is closed
     path = None if output is None else str(Path(output).absolute())
     hook = Hook(Plan(verb=verb, allow_workers=allow_workers, output=path))

@@ -76,7 +76,10 @@ class Plan:
         Raises:
             ValueError: There is no such verb or option.
         """
-        verb, *words = shlex.split(text) or [""]
+        try:
+            verb, *words = shlex.split(text) or [""]
+        except ValueError:  # a quote without an end
+            verb, words = "", []
         allow_workers = verb == "run" and "--allow-workers" in words
         if allow_workers:
             words.remove("--allow-workers")

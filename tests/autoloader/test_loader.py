@@ -223,7 +223,10 @@ def test_findings_so_far_are_told_and_saved(tmp_path: Path) -> None:
     other = dataclasses.replace(own, samples_per_s=rate)
     tuner.measured = {LoaderConfig(): [own], LoaderConfig(num_workers=8): [other]}
     tuner.is_trying = True
-    assert "Best so far: 8 workers, prefetch 2, 12.8x faster than 0 workers." in loader.report()
+    assert (
+        "Fastest trial so far: 8 workers, prefetch 2, 12.8x faster than 0 workers."
+        in loader.report()
+    )
     assert "Keep" not in loader.report()
     assert loader.kept is not None
     assert loader.kept.kind == "not_settled"

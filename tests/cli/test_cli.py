@@ -132,7 +132,7 @@ WRONG = {
     "run --start-with /nope/x.json train.py": "/nope/x.json",
     "watch --fail-if-wait ten train.py": "'ten' must be between 0% and 100%, such as 5%",
     "run --fail-if-wait 110% train.py": "'110%' must be between",
-    "run --workers 8 train.py": "unknown option --workers. Did you mean --max-workers?",
+    "run --workers 8 train.py": "unknown option --workers. Did you mean --allow-workers or --max-w",
     "watch --epochs 3 train.py": "--epochs. Options of the script go after its name.",
     "tune train:make_numbers --data /x": "--data. Arguments of the script go after --.",
     "tune train:make_numbers --json": "unknown option --json. Arguments of the script go",
@@ -385,7 +385,7 @@ OTHER = LoaderConfig(
 
 @pytest.mark.parametrize(
     ("config", "size", "is_shuffled"),
-    [(LoaderConfig(), {}, True), (OTHER, {"batch_size": 3}, False)],
+    [(LoaderConfig(), {"batch_size": 32}, True), (OTHER, {"batch_size": 3}, False)],
     ids=str,
 )
 def test_the_code_of_a_result_runs(config, size, is_shuffled, result, capsys):

@@ -269,6 +269,8 @@ WHOLE = {**QUEUED, "fetch_cpu_s": 0.3}  # a fetch on several cores
         ({"ceiling": None, "wait_share": 1.0}, "headroom", None),
         ({"ceiling": None, "trials": (ran(FOUR, 2000.0), BIGGER)}, "headroom", 1.0),
         ({"ceiling": None, "trials": (ran(FOUR, 2001.0),)}, "headroom", None),
+        ({"ceiling": exactly(9000.0), "trials": (ran(FOUR, 2100.0),)}, "headroom", 1.1),
+        ({"ceiling": exactly(9000.0), "on_accelerator": True}, "headroom", 8.0),
         ({"transfer_ceiling": exactly(1700.0)}, "handed_over", None),
         ({"transfer_ceiling": exactly(1699.0)}, "handed_over", exactly(1699.0)),
         ({}, "waiting", None),

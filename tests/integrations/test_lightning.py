@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
+import autotune_loader
 from autotune_loader import AutoLoader, TuningResult, enable
-from autotune_loader.integrations import lightning as integration
 from autotune_loader.integrations.lightning import tuned
 from autotune_loader.values import LoaderConfig
 from tests.integrations.job import BATCH, EPOCHS, FEW, Waiting, assert_changed
@@ -185,7 +185,7 @@ def test_several_tuned_loaders_stay_as_they_were(contain, place, monkeypatch):
         return results[-1]
 
     # GIVEN a container of two loaders, each of which gets other settings
-    monkeypatch.setattr(integration, "tune", tune)
+    monkeypatch.setattr(autotune_loader, "tune", tune)
     tuned(data, torch.nn.Linear(4, 2))
     # WHEN it is asked for its loaders
     with pytest.warns(UserWarning, match="whose batches a step takes together") as told:

@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+import autotune_loader
 from autotune_loader import TuningResult, enable
 from autotune_loader.bursts.step import build_step
 from autotune_loader.integrations import accelerate as accelerates
-from autotune_loader.integrations import transformers as integration
 from autotune_loader.integrations.transformers import (
     log_metrics,
     plain_loader,
@@ -53,8 +53,7 @@ def asked(monkeypatch):
         asked.append((given, options, torch.is_autocast_enabled("cpu")))
         return FOUND
 
-    monkeypatch.setattr(integration, "tune", tune)
-    monkeypatch.setattr(accelerates, "tune", tune)
+    monkeypatch.setattr(autotune_loader, "tune", tune)
     return asked
 
 
@@ -260,7 +259,7 @@ def test_what_accelerate_has_prepared_changes_while_training(trainer_of):
 
 def test_a_trainer_without_workers_prefetches_nothing(trainer_of, monkeypatch):
     none = TuningResult(best=LoaderConfig(), status="complete")
-    monkeypatch.setattr(integration, "tune", lambda *_, **__: none)
+    monkeypatch.setattr(autotune_loader, "tune", lambda *_, **__: none)
     workers = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 4}
     trainer = trainer_of(FEW, dataloader_persistent_workers=True, **workers)
     tune_trainer(trainer)

@@ -214,7 +214,11 @@ def test_the_driver_names_the_gpu(models, environ, gpu, driver):
 
 
 def test_a_container_without_a_gpu_names_none(driver):
-    assert visible_gpu(root=driver(H100, device="dev/nvidiactl"), environ={}) is None
+    root = driver(H100, device="dev/nvidiactl")
+    assert visible_gpu(root=root, environ={}) == "none"
+    # AND what another maker's driver has is not known
+    (root / "dev" / "kfd").touch()
+    assert visible_gpu(root=root, environ={}) is None
 
 
 def test_a_gpu_that_torch_has_opened_wins(tmp_path, monkeypatch):

@@ -121,5 +121,5 @@ def test_more_workers_than_cores_may_be_asked():
 def test_what_keeps_an_iterator_is_refused():
     own = Steps(3, PLAIN)
     own.batches = iter(own)
-    with pytest.raises(ValueError, match=r"Steps\(\.\.\., \*\*result\.best\.to_kwargs\(\)\) would"):
+    with pytest.raises(ValueError, match=r"Try Steps\(\.\.\., \*\*result\.best\.to_kwargs\(\)\)"):
         rebuild(own, LoaderConfig())

@@ -12,6 +12,7 @@ import matplotlib.style
 import pytest
 from report.example import BEST, DEEP, NONE, STAGES, exactly, ran
 
+from autotune_loader.diagnosis import Bottleneck
 from autotune_loader.report.plots import MOST_STAGES, svg_bytes
 from autotune_loader.results.result import TuningResult
 from autotune_loader.values import LoaderConfig
@@ -139,11 +140,15 @@ def test_what_is_far_away_leaves_rates_room(result, failing, crosses):
 
 
 def test_stages_are_drawn_longest_first(result):
-    axes = result.plot_stages().axes[0]
+    axes = replace(result, bottleneck=Bottleneck.STORAGE()).plot_stages().axes[0]
     named = [tick.get_text().partition("\n") for tick in axes.get_yticklabels()]  # from the bottom
     assert [each[::2] for each in named] == [(each.stage, each.where) for each in STAGES[::-1]]
     shown = [text.get_text() for text in axes.texts]
     assert shown == [" 10%, 0.2 ms", " 30%, 0.6 ms", " 60%, 1.2 ms"]
+    # AND by CPU time where that limits training
+    by_cpu = result.plot_stages().axes[0]
+    told = [text.get_text() for text in by_cpu.texts]
+    assert told == [" 10% of CPU, 0.6 ms", " 15% of CPU, 0.2 ms", " 75% of CPU, 1.2 ms"]
     # Stages of one name are not drawn over each other, and long ones leave room for the bars.
     long = replace(STAGES[0], stage="Random" * 20, where="transforms" * 20)
     axes = replace(result, stages=(long, *STAGES * MOST_STAGES)).plot_stages().axes[0]

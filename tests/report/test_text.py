@@ -1,6 +1,7 @@
 """A result as text: the table as drawn, what is special, 80 columns; lines of progress."""
 
 import logging
+import math
 import re
 import sys
 from dataclasses import replace
@@ -90,6 +91,7 @@ TRIES = {"best": NONE, "status": "partial", "found_by": "autoloader"}
 DOUBT = {"status": "undecided", "undecided": Undecided.NO_ROUNDS()}
 UNSURE = {**DOUBT, "best": NONE, "rate": None, "speedup": None}
 CHEAPER = {"speedup": ratio(1.01, 0.95, 1.02), "baseline": THREE}
+SWITCHED = {"found_by": "autoloader", "speedup": ratio(3.0, -math.inf, math.inf, count=0)}
 BEFORE, RATE = "your current setting, 0 workers", ": 1,195 samples/s (1,068 to 1,322)"
 
 
@@ -102,7 +104,7 @@ BEFORE, RATE = "your current setting, 0 workers", ": 1,195 samples/s (1,068 to 1
         ({"gpu_busy_share": 0.931}, "GPU: busy 93% of the time (from the first to the last"),
         ({"gpu_utilization": 0.641}, "GPU 64% busy (NVML)."),
         ({"ceiling": exactly(1300.0)}, "Ceiling: 1,300 samples/s, the rate of training that never"),
-        ({"transfer_ceiling": exactly(1250.0)}, "Transfer: 1,250 samples/s, the most"),
+        ({"transfer_ceiling": exactly(1250.0)}, "Transfer: about 1,250 samples/s, the most"),
         ({"trials": ()}, "No configuration was tried."),
         ({"status": "fallback"}, Ended.FALLBACK()),
         ({"status": "partial"}, Choice.SO_FAR()),
@@ -117,6 +119,7 @@ BEFORE, RATE = "your current setting, 0 workers", ": 1,195 samples/s (1,068 to 1
         ({"rate": ratio(1195.0, 0.0, 9999.0)}, "2, pinned: about 1,195 samples/s. It is"),
         (CHEAPER, Choice.COSTS_LESS()),
         ({"speedup": None}, Choice.NOT_COMPARED(baseline=BEFORE)),
+        (SWITCHED, str(Answer.AT_SWITCH(name="It", ratio=SWITCHED["speedup"], other=BEFORE))),
         ({"source": Source.STORAGE(sample=1e5)}, "The trials read 97.7 KiB per sample from"),
         ({"step": "SmallCnn"}, "Step: SmallCnn."),
     ],

@@ -215,3 +215,18 @@ def test_the_fastest_of_equals_has_its_true_rate():
     # THEN its own interval misses the truth too often, and the one that allows for it does not
     assert plain < 0.92 * 600
     assert selected >= 0.94 * 600
+
+
+def test_an_interval_takes_a_numbers_format():
+    ratio = Interval(value=2.314, low=2.2, high=2.42, count=4)
+    assert f"{ratio:.1f}" == "2.3"
+    assert f"{ratio}" == str(ratio)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(2.0, "2.00x faster (95% CI 1.80x to 2.20x)"), (0.9, "0.90x as fast (95% CI 0.81x to 0.99x)")],
+)
+def test_a_ratio_below_one_is_not_faster(value, told):
+    ratio = Interval(value=value, low=0.9 * value, high=1.1 * value, count=4)
+    assert ratio.as_gain() == told

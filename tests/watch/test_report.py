@@ -232,7 +232,10 @@ def test_figures_are_of_the_settings_that_are_told(monkeypatch):
     assert told.kept == known.found.kept
     assert (result.rate.value, result.wait_share, result.status) == (47.0, 0.125, "partial")
     assert result.bottleneck == told.bottleneck == known.found.result.bottleneck
-    assert "Best so far: 8 workers, prefetch 2, 14.7x faster than 0 workers." in result.report()
+    assert (
+        "Fastest trial so far: 8 workers, prefetch 2, 14.7x faster than 0 workers."
+        in result.report()
+    )
     # AND what was gained is told once they have changed
     tuner.is_trying, tuner.gain = False, Interval(value=14.7, low=14.0, high=15.0, count=9)
     for best, gain in ((known.own, None), (eight, tuner.gain)):
