@@ -40,19 +40,47 @@ ORDER = ("shuffle", "sampler", "batch_sampler")
 """Arguments of DataLoader that decide the order of the samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What can be said of a run: a sentence with a name. `diagnosis.messages` has all of them; code decides by `kind`."""
+class Finding(str):
+    """What can be said of a run: a sentence that has a name. `diagnosis.messages` has all; code decides by `kind`."""
 
     kind: str
     """Such as "cpu" or "larger_reads": the name of its row, in lower case."""
-    sentence: str
-    """For people; `str()` gives it, too."""
-    gain: float | None = None
+    gain: float | None
     """What it is worth at most, relative to the rate now: 0.5 is half as fast again. None where nothing bounds it."""
 
-    def __str__(self) -> str:
-        return self.sentence
+    def __new__(cls, *, kind: str, sentence: str, gain: float | None = None) -> Finding:
+        self = super().__new__(cls, sentence)
+        self.kind, self.gain = kind, gain
+        return self
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        return str(self)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        return (), self.to_plain()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Its entry in `loader.json`."""
+        gain = {} if self.gain is None else {"gain": self.gain}
+        return {"kind": self.kind, "sentence": str(self), **gain}
+
+    @classmethod
+    def from_plain(cls, raw: Any) -> Finding:
+        """The inverse of `to_plain`.
+
+        Raises:
+            ValueError: `raw` is not a finding.
+        """
+        match raw:
+            case {"kind": str(kind), "sentence": str(sentence)}:
+                gain = raw.get("gain")
+            case _:
+                raise ValueError(f"{raw!r:.60} is not a finding with a kind and a sentence")
+        if not isinstance(gain, (int, float, type(None))):
+            raise ValueError(f"gain={gain!r:.60} is not a number")
+        return cls(kind=kind, sentence=sentence, gain=gain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

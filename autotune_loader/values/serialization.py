@@ -133,6 +133,8 @@ def _made_of(raw: Any, kind: Any, place: str) -> Any:
         return raw
     if NoneType in inner:
         return _made_of(raw, next(each for each in inner if each is not NoneType), place)
+    if hasattr(kind, "from_plain"):  # a finding
+        return kind.from_plain(raw)
     if hasattr(kind, "__dataclass_fields__") and isinstance(raw, dict):
         if kind is Interval:
             bounds = (("low", -math.inf), ("high", math.inf))

@@ -240,10 +240,10 @@ REFUSED = [
     (kwargs(num_workers=10**9), "=1000000000 is larger than the maximum of 1024. Try"),
     (kwargs(multiprocessing_context="os.system"), "'os.system'"),
     ({"wait_share": "much"}, "wait_share"),
-    ({"bottleneck": "CPU"}, "bottleneck='CPU' must be of type Finding"),
+    ({"bottleneck": "CPU"}, "'CPU' is not a finding with a kind and a sentence"),
     (
         {"bottleneck": {"kind": "cpu", "sentence": "", "gain": "x"}},
-        "gain='x' must be of type float",
+        "gain='x' is not a number",
     ),
     ({"trials": NO_OUTCOME}, "exactly one of measurement and failure"),
     ({"trials": 3}, "trials=3 must be of type"),
