@@ -188,7 +188,7 @@ def _bottleneck(row: Bottleneck, evidence: Evidence) -> Finding:
     if row in (Bottleneck.TOO_SHORT, Bottleneck.NO_STEP):
         return found
     facts = filter(None, _facts(row, evidence))
-    return Finding(kind=found.kind, sentence=" ".join(map(str, [found, *facts])), gain=evidence.headroom)
+    return Finding(kind=found.kind, sentence=" ".join([found, *facts]), gain=evidence.headroom)
 
 
 def _facts(row: Bottleneck, evidence: Evidence) -> Iterator[Finding | None]:

@@ -33,9 +33,8 @@ def require(module: str, feature: str) -> None:
 
 def metrics_of(loaders: Iterable[Any], prefix: str) -> dict[str, float]:
     """Figures since the last call of the first AutoLoader or watched loader among these."""
-    module: Any = sys.modules.get(
-        "autotune_loader.autoloader.loader"
-    )  # which has been imported if there is an AutoLoader
+    # It has been imported if there is an AutoLoader.
+    module: Any = sys.modules.get("autotune_loader.autoloader.loader")
     for loader in loaders:
         if module is not None and isinstance(loader, module.AutoLoader):
             return dict(loader.metrics(prefix))

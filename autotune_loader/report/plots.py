@@ -17,7 +17,15 @@ from autotune_loader.report.perfetto import processes_of
 from autotune_loader.report.ranking import Standing, ranking
 from autotune_loader.report.text import tail_of
 from autotune_loader.results.result import TuningResult
-from autotune_loader.values import MAIN_PROCESS, BatchTrace, MissingExtraError, StageTime, Trial, spans_of
+from autotune_loader.values import (
+    MAIN_PROCESS,
+    TORCH_PREFETCH_FACTOR,
+    BatchTrace,
+    MissingExtraError,
+    StageTime,
+    Trial,
+    spans_of,
+)
 from autotune_loader.values.units import counted, rate_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -113,7 +121,7 @@ def _band(axes: Axes, result: TuningResult, most: int) -> None:
     except ValueError:  # nothing that it rests on was measured
         return
     low, high = zip(*((each.samples_per_s.low, each.samples_per_s.high) for each in expected), strict=True)
-    label = f"model, prefetch {result.best.prefetch_factor or 2}, 95%"
+    label = f"model, prefetch {result.best.prefetch_factor or TORCH_PREFETCH_FACTOR}, 95%"
     axes.fill_between(counts, low, high, color=SKY, alpha=0.3, linewidth=0, label=label)
 
 

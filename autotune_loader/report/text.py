@@ -32,7 +32,7 @@ WAIT = "wait: share of time the training loop spends waiting for data."
 def summary_of(result: TuningResult) -> str:
     """What to use, what it brings, and where the report is: what `print(result)` shows."""
     name = "loader" if result.found_by == "autoloader" else "result"
-    return wrapped(" ".join(map(str, [*_choice(result), Choice.REPORT(name=name)])), indent="")
+    return wrapped(" ".join([*_choice(result), Choice.REPORT(name=name)]), indent="")
 
 
 def sentences_of(result: TuningResult) -> list[Finding]:
@@ -45,8 +45,8 @@ def report_of(result: TuningResult, width: int = WIDTH) -> str:
     """The whole result: choice, table, bottleneck, stages, advice, warnings, how it was found."""
     differs = [each for each in result.warnings if Caution.LACKS.said_by(each)]
     blocks = [
-        [wrapped(str(each), width, indent="") for each in differs],
-        [wrapped(" ".join(map(str, _choice(result))), width, indent="")],
+        [wrapped(each, width, indent="") for each in differs],
+        [wrapped(" ".join(_choice(result)), width, indent="")],
         [configurations_of(result, width)],
         [wrapped(each, width) for each in _facts(result)],
         _stage_lines(result, width),
@@ -166,7 +166,7 @@ def _cells(row: Standing, result: TuningResult) -> dict[str, str]:
 
 def _facts(result: TuningResult) -> Iterator[str]:
     if result.bottleneck is not None:
-        yield str(result.bottleneck)
+        yield result.bottleneck
     if result.ceiling is not None:
         rate = units.rate_text(result.ceiling.value, result.rate_unit)
         yield f"Ceiling: {rate}, the rate of training that never waits for data."
@@ -179,7 +179,7 @@ def _facts(result: TuningResult) -> Iterator[str]:
     if result.gpu_utilization is not None:
         yield f"GPU {units.share_text(result.gpu_utilization)} busy (NVML)."
     if result.source is not None:
-        yield str(result.source)
+        yield result.source
 
 
 def _stage_lines(result: TuningResult, width: int) -> list[str]:
@@ -205,7 +205,7 @@ def _how(result: TuningResult) -> Iterator[str]:
     if result.step:
         yield f"Step: {result.step}."
     if result.ended is not None and result.status != "fallback":
-        yield str(result.ended)
+        yield result.ended
     if result.trials:
         yield f"{units.counted(len(result.trials), 'trial')} in {units.seconds_text(result.seconds)}."
     if (machine := result.machine) is not None:
@@ -217,14 +217,14 @@ def _how(result: TuningResult) -> Iterator[str]:
 
 def comparison_summary(comparison: Comparison) -> str:
     """Who is faster, a sentence for each side beside the first, and where the report is."""
-    return wrapped(" ".join(map(str, [*_answers_of(comparison), Choice.REPORT(name="comparison")])), indent="")
+    return wrapped(" ".join([*_answers_of(comparison), Choice.REPORT(name="comparison")]), indent="")
 
 
 def comparison_report(comparison: Comparison) -> str:
     """The table of the sides and what it says."""
     table = table_text([[_side_cells(comparison, side) for side in comparison.sides]])
     blocks: list[Sequence[str]] = [
-        [str(each) for each in _answers_of(comparison)],
+        _answers_of(comparison),
         [f"{side.name}: {side.bottleneck}" for side in comparison.sides if side.bottleneck is not None],
         [f"Warning: {each}" for each in comparison.notes],
         [f"{units.counted(len(comparison.rounds), 'A/B round')} in {units.seconds_text(comparison.seconds)}."],

@@ -320,7 +320,7 @@ class TuningResult:
         """The settings to use, the speedup, the bottleneck, why the search ended, and warnings: a sentence each."""
         from autotune_loader.report.text import sentences_of
 
-        return tuple(map(str, sentences_of(self)))
+        return tuple(sentences_of(self))
 
     def report(self) -> str:
         """The result as text, 80 columns wide: table, bottleneck, stages, advice, warnings."""

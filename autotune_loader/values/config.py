@@ -31,8 +31,8 @@ class LoaderConfig:
     """Legal settings of a DataLoader.
 
     Pass them to any DataLoader: `DataLoader(dataset, batch_size=64, **config.to_kwargs())`, or apply them to one:
-    `loader = config.apply_to(loader)`. Combinations that PyTorch
-    refuses (such as a prefetch_factor without workers) cannot be constructed.
+    `loader = config.apply_to(loader)`. Combinations that PyTorch refuses (such as a prefetch_factor without workers)
+    cannot be constructed.
 
     Raises:
         TypeError: A field has the wrong type.

@@ -40,9 +40,7 @@ class Plan:
     """What the command line, or `enable()`, asked for. Paths are absolute: a script may change its folder."""
 
     verb: Verb
-    script: str | None = (
-        None  # as it was named, with its arguments; None after `enable()`, "" where the environment says it
-    )
+    script: str | None = None  # as it was named, with its arguments; None after `enable()`, "" by the environment
     allow_workers: bool = False  # whether a loader that asked for no workers may have some
     max_workers: int | None = None  # of each loader
     start_with: str | None = None  # the loader.json to start with

@@ -23,9 +23,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from autotune_loader import AutoLoader, tune
+from autotune_loader.bursts.step import build_step
 from autotune_loader.demo import job as demo_job
+from autotune_loader.pipeline.workload import TrainingSide
 from studies.live.transfer import image
-from studies.regret.bench import step_of
 from studies.study import Row, Table
 from studies.verdict import ratio
 from studies.workloads import WORKLOADS, AccelStep, Items, StudyWorkload, accelerated
@@ -100,9 +101,9 @@ def settled(job: Job, step: Callable[[Any], Any], seconds: float) -> tuple[AutoL
 
 def row(name: str, make: Callable[[], Job], rounds: int, seconds: float, settle_s: float) -> Row:
     job = make()
-    runner = step_of(StudyWorkload(dataset=job.loader.dataset, batch_size=None, model=job.model, train_step=job.train_step),
-                     next(iter(job.loader)))  # fmt: skip
-    step, size = runner.run, job.loader.batch_size or 1
+    first = next(iter(job.loader))
+    step = build_step(TrainingSide(model=job.model, train_step=job.train_step), first).run
+    size = job.loader.batch_size or 1
     arguments: dict[str, Any] = {"batch_size": size, "shuffle": True, "drop_last": job.loader.drop_last}
 
     def plain(workers: int) -> Any:
